@@ -1,0 +1,60 @@
+# kvwatch: every target works as the first command after a clone (Debian 12 or newer, Python 3.11 or newer).
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+ARGS ?=
+
+.PHONY: help run test check lint test-engines test-chain bench gpu-check gen install uninstall soak chaos clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(VENV)/.run: pyproject.toml tools/venv.sh
+	@tools/venv.sh $(VENV)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run pyproject.toml
+	@tools/venv.sh $(VENV) dev
+	@touch $@
+
+run: $(VENV)/.run ## the demo: simulated GPUs and server, status page on http://127.0.0.1:9843/
+	@exec $(PY) -m kvwatch run --demo $(ARGS)
+
+test: $(VENV)/.dev ## everything that runs in minutes on any machine
+	@tools/tools.sh
+	@$(MAKE) --no-print-directory lint
+	@$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.dev ## style, types, layers, generated files
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports
+	@$(PY) -m kvwatch gen --check
+
+test-engines: $(VENV)/.dev ## against really running inference servers on the CPU (installs about 3.5 GB once)
+	@tools/engines.sh
+	@$(PY) -m pytest checks/engines $(ARGS)
+
+test-chain: $(VENV)/.dev ## real Prometheus and Alertmanager, from the demo to a webhook
+	@tools/tools.sh
+	@$(PY) -m pytest checks/chain $(ARGS)
+
+bench: $(VENV)/.dev ## side by side with nvitop-exporter on the same fake NVML
+	@tools/tools.sh
+	@tools/bench.sh $(ARGS)
+
+gpu-check: $(VENV)/.run ## one script under four minutes for a machine with an NVIDIA GPU
+	@$(PY) -m checks.gpu $(ARGS)
+
+gen: $(VENV)/.dev ## write dashboards, alerts and reference pages
+	@$(PY) -m kvwatch gen
+
+install: ## as a systemd service (root): /opt/kvwatch, /etc/kvwatch, kvwatch.service
+	@packaging/install.sh install
+
+uninstall: ## take the service away again; configuration and state stay
+	@packaging/install.sh uninstall
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

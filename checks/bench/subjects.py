@@ -1,0 +1,116 @@
+"""The two programs that are measured, and what is read off their processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from checks.engines.vllm import descendants
+from tests.fakes.nvml import environment
+
+ROOT = Path(__file__).parent.parent.parent
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Subject:
+    """A running program with a /metrics page, and all of its processes."""
+
+    def __init__(self, name: str, command: list[str], port: int, env: dict[str, str], log: Path) -> None:
+        self.name = name
+        self.url = f"http://127.0.0.1:{port}/metrics"
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | env, stdout=stream, stderr=subprocess.STDOUT
+            )
+        self._log = log
+
+    def wait(self) -> None:
+        """Until the page answers."""
+        end_s = time.monotonic() + 30
+        while time.monotonic() < end_s and self.process.poll() is None:
+            try:
+                self.scrape()
+                return
+            except OSError:
+                time.sleep(0.1)
+        raise RuntimeError(f"{self.name} did not start:\n{self._log.read_text(errors='replace')[-2000:]}")
+
+    def scrape(self) -> tuple[float, bytes]:
+        """Seconds and body of one scrape on a connection of its own."""
+        begun = time.perf_counter()
+        with urllib.request.urlopen(self.url, timeout=10) as reply:
+            body = reply.read()
+        return time.perf_counter() - begun, body
+
+    def pids(self) -> list[int]:
+        """This program and everything below it."""
+        return [self.process.pid, *descendants(self.process.pid)]
+
+    def cpu_s(self) -> float:
+        """User and system seconds of all processes so far."""
+        total = 0.0
+        for pid in self.pids():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / TICKS
+        return total
+
+    def pss_mib(self) -> float:
+        """Proportional set size of all processes."""
+        total = 0
+        for pid in self.pids():
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1])
+        return total / 1024
+
+    def stop(self) -> None:
+        """TERM, then KILL."""
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(5)
+
+
+def kvwatch(folder: Path, fake: Path, scenario: Path, server_url: str) -> Subject:
+    """kvwatch with one vLLM page a second."""
+    port = free_port()
+    config = folder / "kvwatch.yml"
+    config.write_text(
+        f"servers:\n  - {{name: chat, kind: vllm, url: '{server_url}', period: 1s, timeout: 800ms}}\n"
+    )
+    env = environment(fake, scenario) | {
+        "RUNTIME_DIRECTORY": str(folder / "run"),
+        "STATE_DIRECTORY": str(folder / "state"),
+        "MALLOC_ARENA_MAX": "2",  # as in the unit
+    }
+    command = [sys.executable, "-m", "kvwatch", "run", "--config", str(config)]
+    return Subject(
+        "kvwatch", [*command, "--web.listen-address", f"127.0.0.1:{port}"], port, env, folder / "kvwatch.log"
+    )
+
+
+def nvitop(folder: Path, fake: Path, scenario: Path, venv: Path) -> Subject:
+    """nvitop-exporter at its default interval of one second."""
+    port = free_port()
+    command = [str(venv / "bin/nvitop-exporter"), "--bind-address", "127.0.0.1", "--port", str(port)]
+    return Subject("nvitop-exporter", command, port, environment(fake, scenario), folder / "nvitop.log")
+
+
+def median(values: list[float]) -> float:
+    """The middle value."""
+    return statistics.median(values)

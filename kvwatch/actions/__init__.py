@@ -1,0 +1,1 @@
+"""Change the world: one file per action, found by module name."""

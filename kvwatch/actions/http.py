@@ -1,0 +1,138 @@
+"""POST the request as JSON; any 2xx is applied. No redirects, one total deadline."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from kvwatch.actions.base import Action, ActionError, Attempt, Context, payload
+from kvwatch.model.action import ActionRequest, Outcome
+
+SELF_EXPIRING = False
+
+MAX_HEAD = 8192
+MAX_KEY = 4096
+
+
+class HttpAction:
+    """One endpoint. `key_file` holds the key of the HMAC-SHA256 signature."""
+
+    self_expiring = SELF_EXPIRING
+
+    def __init__(self, url: str, key_file: str | None, ca_file: str | None) -> None:
+        self._url = url
+        self._parts = urlsplit(url)
+        self._key_file = key_file
+        self._ca_file = ca_file
+
+    def perform(self, request: ActionRequest) -> Attempt:
+        """One POST on a connection of its own."""
+        body = json.dumps(payload(request)).encode()
+        end_s = time.monotonic() + request.deadline_s
+        try:
+            with _connect(self._parts, end_s, self._ca_file) as connection:
+                _send(connection, self._head(body) + body, end_s)
+                status = _status(connection, end_s)
+        except TimeoutError as error:
+            raise ActionError(
+                Outcome.TIMED_OUT, f"{self._url}: no answer within {request.deadline_s:g} s"
+            ) from error
+        except OSError as error:
+            raise ActionError(Outcome.FAILED, f"{self._url}: {error.strerror or error}") from error
+        if 200 <= status < 300:
+            return Attempt(outcome=Outcome.APPLIED, detail=f"HTTP {status}")
+        if 300 <= status < 400:
+            raise ActionError(
+                Outcome.FAILED,
+                f"{self._url}: HTTP {status}; redirects are not followed, give the final address",
+            )
+        raise ActionError(Outcome.FAILED, f"{self._url}: HTTP {status}")
+
+    def _head(self, body: bytes) -> bytes:
+        target = self._parts.path or "/"
+        if self._parts.query:
+            target += f"?{self._parts.query}"
+        lines = [
+            f"POST {target} HTTP/1.1",
+            f"Host: {self._parts.netloc}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            "User-Agent: kvwatch",
+            "Connection: close",
+        ]
+        if self._key_file is not None:
+            lines.append(f"X-Kvwatch-Signature: sha256={_signature(self._key_file, body)}")
+        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def _signature(key_file: str, body: bytes) -> str:
+    import hashlib
+    import hmac
+
+    try:
+        key = Path(key_file).read_bytes()[:MAX_KEY].strip()
+    except OSError as error:
+        raise ActionError(
+            Outcome.FAILED, f"{key_file}: {error.strerror}; it must hold the hook's key"
+        ) from error
+    return hmac.new(key, body, hashlib.sha256).hexdigest()
+
+
+def _left_s(end_s: float) -> float:
+    left_s = end_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+def _connect(parts: SplitResult, end_s: float, ca_file: str | None) -> socket.socket:
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    plain = socket.create_connection((parts.hostname or "", port), timeout=_left_s(end_s))
+    if parts.scheme != "https":
+        return plain
+    import ssl
+
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+        plain.settimeout(_left_s(end_s))
+        return context.wrap_socket(plain, server_hostname=parts.hostname)
+    except OSError:
+        plain.close()
+        raise
+
+
+def _send(connection: socket.socket, content: bytes, end_s: float) -> None:
+    view = memoryview(content)
+    while view:
+        connection.settimeout(_left_s(end_s))
+        view = view[connection.send(view) :]
+
+
+def _status(connection: socket.socket, end_s: float) -> int:
+    """The status code; the rest of the answer is of no interest."""
+    head = b""
+    while b"\n" not in head:
+        connection.settimeout(_left_s(end_s))
+        piece = connection.recv(MAX_HEAD - len(head))
+        if not piece:
+            raise OSError("the connection was closed before an answer")
+        head += piece
+    words = head.split(b"\n", 1)[0].split()
+    if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
+        raise OSError("the answer is not HTTP/1.x")
+    return int(words[1])
+
+
+def create(params: Mapping[str, object], _context: Context) -> Action:
+    """`url`, and optionally `key_file` and `ca_file`."""
+    url = params.get("url")
+    if not isinstance(url, str) or urlsplit(url).scheme not in ("http", "https"):
+        raise ActionError(Outcome.REFUSED, "http needs url, http:// or https://")
+    key_file, ca_file = params.get("key_file"), params.get("ca_file")
+    return HttpAction(
+        url, None if key_file is None else str(key_file), None if ca_file is None else str(ca_file)
+    )

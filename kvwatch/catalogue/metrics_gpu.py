@@ -1,0 +1,240 @@
+"""Metrics of GPUs and MIG instances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvwatch.catalogue.metrics_spec import (
+    MetricSpec,
+    Reader,
+    Row,
+    counter,
+    experimental,
+    gauge,
+    info,
+    stateset,
+)
+from kvwatch.model.gpu import GpuHealth, GpuMemory, GpuState
+from kvwatch.model.report import GpuReport, TickReport
+from kvwatch.model.signal import GpuSignals
+
+# Xids that the shipped rule `gpu_xid` waits for: their counters exist from the start, so that the
+# first event is an increase. NVIDIA's Xid catalogue says what each means.
+AWAITED_XIDS = (48, 63, 64, 74, 79, 94, 95, 119, 120)
+HEALTHS = tuple(GpuHealth)
+GPU = ("uuid", "gpu")
+
+
+def _ids(gpu: GpuReport) -> tuple[str, str]:
+    return gpu.state.uuid, str(gpu.state.index)
+
+
+def _state(pick: Callable[[GpuState], float | None]) -> Reader:
+    def read(report: TickReport) -> Iterator[Row]:
+        for gpu in report.gpus:
+            value = pick(gpu.state)
+            if value is not None:
+                yield _ids(gpu), value
+
+    return read
+
+
+def _memory(pick: Callable[[GpuMemory], int | None]) -> Reader:
+    def pick_state(state: GpuState) -> float | None:
+        return None if state.memory is None else pick(state.memory)
+
+    return _state(pick_state)
+
+
+def _signal(pick: Callable[[GpuSignals], float | None]) -> Reader:
+    def read(report: TickReport) -> Iterator[Row]:
+        for gpu in report.gpus:
+            value = None if gpu.signals is None else pick(gpu.signals)
+            if value is not None:
+                yield _ids(gpu), value
+
+    return read
+
+
+def _up(report: TickReport) -> Iterator[Row]:
+    for gpu in report.gpus:
+        yield _ids(gpu), float(gpu.up)
+
+
+def _health(report: TickReport) -> Iterator[Row]:
+    for gpu in report.gpus:
+        ids = _ids(gpu)
+        for health in HEALTHS:
+            yield (*ids, health.value), float(gpu.state.health is health)
+
+
+def _info(report: TickReport) -> Iterator[Row]:
+    for gpu in report.gpus:
+        state = gpu.state
+        accounting = state.memory.accounting.value if state.memory else ""
+        facts = (state.name, state.driver_version, accounting, state.mig_profile, state.parent_uuid)
+        yield (*_ids(gpu), *facts), 1.0
+
+
+def _ledger(report: TickReport) -> Iterator[Row]:
+    for gpu in report.gpus:
+        if gpu.signals is None or gpu.signals.ledger is None or gpu.state.is_mig_parent:
+            continue
+        ids = _ids(gpu)
+        for part in gpu.signals.ledger:
+            yield (*ids, part.part), part.bytes
+
+
+def _xids(report: TickReport) -> Iterator[Row]:
+    for gpu in report.gpus:
+        counts = dict(gpu.state.xid_events_total)
+        if not _deaf_to_xids(gpu.state):
+            counts = dict.fromkeys(AWAITED_XIDS, 0) | counts
+        ids = _ids(gpu)
+        for xid in sorted(counts):
+            yield (*ids, str(xid)), counts[xid]
+
+
+def _deaf_to_xids(state: GpuState) -> bool:
+    """Whether this device reports no events, so that a zero would be a claim."""
+    return any("xid" in name.lower() or "event" in name.lower() for name in state.capabilities_missing)
+
+
+def _ecc(report: TickReport) -> Iterator[Row]:
+    for gpu in report.gpus:
+        ids = _ids(gpu)
+        if gpu.state.ecc_corrected_total is not None:
+            yield (*ids, "corrected"), gpu.state.ecc_corrected_total
+        if gpu.state.ecc_uncorrected_total is not None:
+            yield (*ids, "uncorrected"), gpu.state.ecc_uncorrected_total
+
+
+IDENTITY = (
+    gauge(
+        "gpu_up", "Whether this GPU answers now; a GPU seen once stays here at 0 when it is gone.", _up, *GPU
+    ),
+    stateset("gpu_state", "State of this GPU; exactly one is 1.", _health, *GPU, "state"),
+    info(
+        "gpu_info",
+        "What this GPU is, how its used memory is counted, and for a MIG instance its parent.",
+        _info,
+        *GPU,
+        "name",
+        "driver_version",
+        "memory_accounting",
+        "mig_profile",
+        "parent_uuid",
+    ),
+)
+
+MEMORY = (
+    gauge(
+        "gpu_memory_total_bytes",
+        "Device memory: used + free + reserved.",
+        _memory(lambda m: m.total_bytes),
+        *GPU,
+        unit="bytes",
+    ),
+    gauge(
+        "gpu_memory_used_bytes",
+        "Device memory in use, without the driver's own part (see memory_accounting of kvwatch_gpu_info).",
+        _memory(lambda m: m.used_bytes),
+        *GPU,
+        unit="bytes",
+    ),
+    gauge(
+        "gpu_memory_free_bytes", "Free device memory.", _memory(lambda m: m.free_bytes), *GPU, unit="bytes"
+    ),
+    gauge(
+        "gpu_memory_reserved_bytes",
+        "Device memory that driver and firmware keep; absent where the driver cannot tell it apart.",
+        _memory(lambda m: m.reserved_bytes),
+        *GPU,
+        unit="bytes",
+    ),
+    gauge(
+        "gpu_memory_used_peak_bytes",
+        "Highest use within the last peak window of fast samples.",
+        _state(lambda s: s.used_peak_bytes),
+        *GPU,
+        unit="bytes",
+    ),
+    gauge(
+        "gpu_memory_free_low_bytes",
+        "Lowest free memory within the last peak window of fast samples.",
+        _state(lambda s: s.free_low_bytes),
+        *GPU,
+        unit="bytes",
+    ),
+    experimental(
+        gauge(
+            "gpu_memory_hidden_from_15s_bytes",
+            "How far the true peak of the last 15 s lies above what a reader of last values would have seen.",
+            _state(lambda s: s.hidden_from_15s_bytes),
+            *GPU,
+            unit="bytes",
+        )
+    ),
+    gauge(
+        "gpu_sample_interval_seconds",
+        "Present interval of the fast memory samples.",
+        _state(lambda s: s.sample_interval_s),
+        *GPU,
+        unit="seconds",
+    ),
+    gauge(
+        "gpu_memory_ledger_bytes",
+        "Who holds this GPU's memory; the parts add up to the total. None on a GPU split into MIG instances.",
+        _ledger,
+        *GPU,
+        "part",
+        unit="bytes",
+    ),
+    experimental(
+        gauge(
+            "gpu_memory_headroom_bytes",
+            "Free device memory plus what the server's allocator could return.",
+            _signal(lambda s: s.headroom_bytes),
+            *GPU,
+            unit="bytes",
+        )
+    ),
+)
+
+DEVICE = (
+    gauge(
+        "gpu_utilization_ratio",
+        "Share of time in which at least one kernel ran.",
+        _state(lambda s: s.utilization_ratio),
+        *GPU,
+        unit="ratio",
+    ),
+    gauge(
+        "gpu_memory_bandwidth_utilization_ratio",
+        "Share of time in which device memory was read or written; says nothing about how full it is.",
+        _state(lambda s: s.memory_bandwidth_utilization_ratio),
+        *GPU,
+        unit="ratio",
+    ),
+    gauge("gpu_power_watts", "Power draw.", _state(lambda s: s.power_watts), *GPU, unit="watts"),
+    gauge(
+        "gpu_temperature_celsius",
+        "Temperature of the GPU core.",
+        _state(lambda s: s.temperature_celsius),
+        *GPU,
+        unit="celsius",
+    ),
+    experimental(
+        counter(
+            "gpu_energy_joules_total",
+            "Energy used since the driver was loaded.",
+            _state(lambda s: s.energy_joules),
+            *GPU,
+            unit="joules",
+        )
+    ),
+    counter("gpu_xid_events_total", "Xid events seen since kvwatch first saw this GPU.", _xids, *GPU, "xid"),
+    counter("gpu_ecc_errors_total", "ECC errors that the device counts.", _ecc, *GPU, "kind"),
+)
+
+GPU_METRICS: tuple[MetricSpec, ...] = (*IDENTITY, *MEMORY, *DEVICE)

@@ -1,0 +1,90 @@
+"""What one row of the metric catalogue looks like."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvwatch.model.report import TickReport
+
+Row = tuple[tuple[str, ...], float]
+Reader = Callable[[TickReport], Iterable[Row]]
+
+
+class MetricKind(enum.StrEnum):
+    """How a metric behaves; `info` and `stateset` are written as gauges where a format lacks them."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    INFO = "info"
+    STATESET = "stateset"
+    SUMMARY = "summary"
+
+
+class Stability(enum.StrEnum):
+    """Whether a name may change without a decision record."""
+
+    STABLE = "stable"
+    EXPERIMENTAL = "experimental"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """One metric: what it is called outside, and how it is read from a report.
+
+    `name` is complete, prefix and `_total` included. `unit` is the base unit ("" for counts and
+    states). `read` yields (values of `labels` in their order, value), nothing where unknown.
+    """
+
+    name: str
+    kind: MetricKind
+    unit: str = ""
+    help: str
+    labels: tuple[str, ...] = ()
+    stability: Stability = Stability.STABLE
+    read: Reader
+
+
+def gauge(name: str, text: str, read: Reader, *labels: str, unit: str = "") -> MetricSpec:
+    """A value that goes up and down."""
+    return _spec(name, MetricKind.GAUGE, text, read, labels, unit)
+
+
+def counter(name: str, text: str, read: Reader, *labels: str, unit: str = "") -> MetricSpec:
+    """A value that only grows; its name ends in `_total`."""
+    return _spec(name, MetricKind.COUNTER, text, read, labels, unit)
+
+
+def info(name: str, text: str, read: Reader, *labels: str) -> MetricSpec:
+    """Facts as labels, value 1."""
+    return _spec(name, MetricKind.INFO, text, read, labels, "")
+
+
+def stateset(name: str, text: str, read: Reader, *labels: str) -> MetricSpec:
+    """One series per possible state: 1 for the present one, 0 for the others."""
+    return _spec(name, MetricKind.STATESET, text, read, labels, "")
+
+
+def summary(name: str, text: str, read: Reader, *labels: str, unit: str = "") -> MetricSpec:
+    """Quantiles, without sum and count."""
+    return _spec(name, MetricKind.SUMMARY, text, read, labels, unit)
+
+
+def experimental(spec: MetricSpec) -> MetricSpec:
+    """The same row, marked as free to change."""
+    return MetricSpec(
+        name=spec.name,
+        kind=spec.kind,
+        unit=spec.unit,
+        help=spec.help,
+        labels=spec.labels,
+        stability=Stability.EXPERIMENTAL,
+        read=spec.read,
+    )
+
+
+def _spec(
+    name: str, kind: MetricKind, text: str, read: Reader, labels: tuple[str, ...], unit: str
+) -> MetricSpec:
+    return MetricSpec(name=f"kvwatch_{name}", kind=kind, unit=unit, help=text, labels=labels, read=read)

@@ -1,0 +1,238 @@
+"""Metrics of what kvwatch concludes and imposes: forecasts, rules, limits, actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvwatch.catalogue.metrics_server import engines_of
+from kvwatch.catalogue.metrics_spec import MetricSpec, Reader, Row, counter, experimental, gauge
+from kvwatch.model.action import Outcome
+from kvwatch.model.level import Level, Verdict
+from kvwatch.model.report import LimitReport, TickReport
+from kvwatch.model.signal import Forecast
+
+SCOPE = ("server", "engine", "uuid", "gpu")
+ENGINE = ("server", "engine")
+BOUNDS: tuple[tuple[str, Callable[[Forecast], float | None]], ...] = (
+    ("floor", lambda f: f.floor_s),
+    ("low", lambda f: f.low_s),
+    ("central", lambda f: f.central_s),
+    ("high", lambda f: f.high_s),
+)
+LEVEL_NAMES = tuple(level.name.lower() for level in sorted(Level))  # from -1 upwards
+# How bad a level is when scopes fold into one series: unknown is never hidden behind green.
+BADNESS = {Level.GREEN: 0, Level.UNKNOWN: 1, Level.YELLOW: 2, Level.RED: 3}
+
+
+def _forecasts(report: TickReport) -> Iterator[tuple[tuple[str, str, str, str], str, Forecast]]:
+    for server in report.servers:
+        for engine in server.signals.engines:
+            yield (server.server, engine.engine, "", ""), "kv", engine.kv_forecast
+    for gpu in report.gpus:
+        if gpu.signals is not None:
+            ids = ("", "", gpu.state.uuid, str(gpu.state.index))
+            yield ids, "device", gpu.signals.device_forecast
+
+
+def _exhaustion(report: TickReport) -> Iterator[Row]:
+    for ids, resource, forecast in _forecasts(report):
+        for bound, pick in BOUNDS:
+            seconds = pick(forecast)
+            if seconds is not None:
+                yield (*ids, resource, bound), seconds
+
+
+def _coverage(report: TickReport) -> Iterator[Row]:
+    for ids, resource, forecast in _forecasts(report):
+        if forecast.coverage_ratio is not None:
+            yield (*ids, resource), forecast.coverage_ratio
+
+
+Folded = dict[tuple[str, ...], list[Verdict]]
+
+
+class _Fold:
+    """Verdicts by their labels, made once per report although four metrics ask for them."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: tuple[TickReport, Folded] | None = None
+
+    def __call__(self, report: TickReport) -> Folded:
+        last = self._last
+        if last is None or last[0] is not report:
+            self._last = last = (report, _fold(report))
+        return last[1]
+
+
+def _fold(report: TickReport) -> Folded:
+    groups: Folded = {}
+    for verdict in report.verdicts:
+        scope = verdict.scope
+        key = (scope.server, scope.engine, scope.uuid, scope.gpu, verdict.rule.value)
+        groups.setdefault(key, []).append(verdict)
+    for verdicts in groups.values():
+        if len(verdicts) > 1:
+            verdicts.sort(key=_badness, reverse=True)
+    return groups
+
+
+folded = _Fold()
+"""Verdicts by their labels, worst first; scopes that differ by source alone share labels."""
+
+
+def _badness(verdict: Verdict) -> tuple[int, float]:
+    return BADNESS[verdict.level], verdict.value if verdict.value is not None else float("-inf")
+
+
+def _worst(pick: Callable[[Verdict], float | None]) -> Reader:
+    def read(report: TickReport) -> Iterator[Row]:
+        for labels, verdicts in folded(report).items():
+            value = pick(verdicts[0])
+            if value is not None:
+                yield labels, value
+
+    return read
+
+
+def _thresholds(report: TickReport) -> Iterator[Row]:
+    for labels, verdicts in folded(report).items():
+        worst = verdicts[0]
+        if worst.yellow is not None:
+            yield (*labels, "yellow"), worst.yellow
+        if worst.red is not None:
+            yield (*labels, "red"), worst.red
+
+
+def _level_seconds(report: TickReport) -> Iterator[Row]:
+    """Seconds per level; of folded scopes the longest bad and the shortest green time: none ever shrinks."""
+    for labels, verdicts in folded(report).items():
+        times = [_seconds(v) for v in verdicts]
+        for place, name in enumerate(LEVEL_NAMES):
+            pick = min if name == "green" else max
+            yield (*labels, name), times[0][place] if len(times) == 1 else pick(t[place] for t in times)
+
+
+def _seconds(verdict: Verdict) -> list[float]:
+    """Seconds at unknown, green, yellow and red, in the order of LEVEL_NAMES."""
+    seconds = [0.0] * len(LEVEL_NAMES)
+    for level, spent in verdict.seconds_by_level:
+        seconds[level + 1] = spent
+    return seconds
+
+
+def _limits(pick: Callable[[LimitReport], float | None]) -> Reader:
+    def read(report: TickReport) -> Iterator[Row]:
+        servers = {server.server: server for server in report.servers}
+        for limit in report.limits:
+            value = pick(limit)
+            if value is None:
+                continue
+            server = servers.get(limit.server)
+            for engine in engines_of(server) if server is not None else ("0",):
+                yield (limit.server, engine), value
+
+    return read
+
+
+def _running(limit: LimitReport) -> float | None:
+    return None if limit.active is None else limit.active.max_running
+
+
+def _active(limit: LimitReport) -> float:
+    return float(limit.active is not None and limit.active.restricts)
+
+
+def _expiry(limit: LimitReport) -> float | None:
+    return None if limit.active is None else limit.expires_wall_s
+
+
+def _actions(report: TickReport) -> Iterator[Row]:
+    counts = {
+        (action, outcome.value): 0
+        for action in dict.fromkeys(row[0] for row in report.actions_total)
+        for outcome in Outcome
+    }
+    counts |= {(action, outcome): count for action, outcome, count in report.actions_total}
+    yield from counts.items()
+
+
+FORECAST = (
+    gauge(
+        "time_to_exhaustion_seconds",
+        "Time until the resource is full at its present trend; +Inf when it is not filling.",
+        _exhaustion,
+        *SCOPE,
+        "resource",
+        "bound",
+        unit="seconds",
+    ),
+    gauge(
+        "forecast_coverage_ratio",
+        "How often the stated interval held, measured on forecasts that came due.",
+        _coverage,
+        *SCOPE,
+        "resource",
+        unit="ratio",
+    ),
+)
+
+RULES = (
+    gauge(
+        "rule_level",
+        "Level of a rule: -1 unknown, 0 green, 1 yellow, 2 red.",
+        _worst(lambda v: v.level.value),
+        *SCOPE,
+        "rule",
+    ),
+    gauge(
+        "rule_value",
+        "The value that a rule judges, in its own unit.",
+        _worst(lambda v: v.value),
+        *SCOPE,
+        "rule",
+    ),
+    gauge(
+        "rule_threshold", "The thresholds of a rule, in its own unit.", _thresholds, *SCOPE, "rule", "level"
+    ),
+    counter(
+        "rule_level_seconds_total",
+        "How long a rule has been at each level; loses nothing between scrapes.",
+        _level_seconds,
+        *SCOPE,
+        "rule",
+        "level",
+        unit="seconds",
+    ),
+    experimental(
+        gauge(
+            "headline_level",
+            "The worst level of the rules that page: -1 unknown, 0 green, 1 yellow, 2 red.",
+            lambda r: [((), float(r.headline))],
+        )
+    ),
+)
+
+CONTROL = (
+    gauge(
+        "limit_running", "Running requests that kvwatch allows each engine now.", _limits(_running), *ENGINE
+    ),
+    gauge(
+        "limit_configured",
+        "The server's own limit of running requests, where it tells.",
+        _limits(lambda x: x.configured),
+        *ENGINE,
+    ),
+    gauge("limit_active", "Whether kvwatch limits this server now.", _limits(_active), *ENGINE),
+    gauge(
+        "lease_expiry_timestamp_seconds",
+        "When the present limit ends unless it is renewed, as Unix time.",
+        _limits(_expiry),
+        *ENGINE,
+        unit="seconds",
+    ),
+    counter("actions_total", "Actions by what came of them.", _actions, "action", "outcome"),
+)
+
+VERDICT_METRICS: tuple[MetricSpec, ...] = (*FORECAST, *RULES, *CONTROL)

@@ -1,0 +1,233 @@
+"""`kvwatch run`: the daemon in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import logging
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvwatch import config
+from kvwatch.cli import DEFAULT_CONFIG, EXIT_CANNOT_START, EXIT_USAGE
+from kvwatch.daemon import paths as daemon_paths
+from kvwatch.daemon.app import App, ReloadError
+from kvwatch.daemon.lifecycle import Lifecycle
+from kvwatch.daemon.watchlist import GpuFactory, nvml_factory
+from kvwatch.model.report import Event
+from kvwatch.model.settings import Mode, Settings
+
+if TYPE_CHECKING:
+    from kvwatch.lab.demo import Demo
+
+log = logging.getLogger("kvwatch")
+
+# Stacks are virtual memory only; deeply nested JSON needs more than the 256 KiB a small one has.
+THREAD_STACK_BYTES = 1024 * 1024
+
+
+class CannotStartError(Exception):
+    """Something outside is in the way: a port, a directory, another kvwatch."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run until stopped; 0 as asked, 2 bad configuration, 3 cannot start."""
+    threading.stack_size(THREAD_STACK_BYTES)
+    _set_up_logging(args.log_level)
+    lifecycle = Lifecycle()
+    lifecycle.install()
+    try:
+        with ExitStack() as stack:
+            return _run(args, lifecycle, stack)
+    except ReloadError as error:
+        print("\n".join(error.findings), file=sys.stderr)
+        return EXIT_USAGE
+    except (CannotStartError, daemon_paths.DirectoryError) as error:
+        print(f"kvwatch: cannot start: {error}", file=sys.stderr)
+        return EXIT_CANNOT_START
+
+
+def _run(args: argparse.Namespace, lifecycle: Lifecycle, stack: ExitStack) -> int:
+    demo = _start_demo(args, stack)
+    load = _loader(args, demo)
+    settings = load()
+    paths = _paths(demo, stack)
+    daemon_paths.prepare(paths)
+    _take_lock(paths.lock, stack)
+    app = App(
+        settings,
+        paths,
+        load=load,
+        gpu_factory=_demo_gpus(demo) if demo else nvml_factory(paths.runtime, paths.state),
+        lifecycle=lifecycle,
+        demo=args.demo or "",
+        on_events=_event_sink(demo, stack),
+    )
+    stack.callback(app.close)
+    url = _serve(app, settings, stack)
+    if demo is not None:
+        _tell(demo, url)
+    log.info("serving on %s", url)
+    return app.run()
+
+
+def _set_up_logging(level: str) -> None:
+    """Plain lines on standard error; under systemd with the priority that the journal understands."""
+    under_systemd = "JOURNAL_STREAM" in os.environ
+    form = "%(name)s: %(message)s" if under_systemd else "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=level.upper(), format=form, stream=sys.stderr)
+
+
+def _start_demo(args: argparse.Namespace, stack: ExitStack) -> Demo | None:
+    if args.demo is None:
+        return None
+    from kvwatch.lab import demo as demo_module
+
+    demo = demo_module.start(args.demo, config.default_settings())
+    stack.callback(demo.close)
+    return demo
+
+
+def _demo_gpus(demo: Demo) -> GpuFactory:
+    return lambda _settings, _tick_s: demo.gpu_source
+
+
+def _loader(args: argparse.Namespace, demo: Demo | None) -> Callable[[], Settings]:
+    """What start and every reload call: the file (or the demo, or what is found), with the flags on top."""
+
+    def load() -> Settings:
+        return _with_flags(_read(args, demo), args)
+
+    return load
+
+
+def _read(args: argparse.Namespace, demo: Demo | None) -> Settings:
+    if demo is not None:
+        return demo.settings
+    file = args.config
+    if file is None and Path(DEFAULT_CONFIG).exists():
+        file = DEFAULT_CONFIG
+    if file is None:
+        return _discovered()
+    try:
+        return config.load(file, mode=None if args.mode is None else Mode(args.mode))
+    except config.ConfigError as error:
+        raise ReloadError([str(finding) for finding in error.findings]) from error
+    except config.UnreadableConfig as error:
+        raise ReloadError([str(error)]) from error
+
+
+def _discovered() -> Settings:
+    from kvwatch.cli import probe
+
+    settings = config.default_settings()
+    servers = probe.discover_servers()
+    for server in servers:
+        log.info("no configuration file: found %s at %s", server.kind, server.url)
+    return replace(settings, servers=tuple(servers))
+
+
+def _with_flags(settings: Settings, args: argparse.Namespace) -> Settings:
+    web = settings.web
+    if args.listen is not None:
+        try:
+            host, port = config.parse_listen(args.listen)
+        except ValueError as error:
+            raise ReloadError([f"--web.listen-address: {error}"]) from error
+        web = replace(web, host=host, port=port)
+    web = replace(
+        web,
+        config_file=args.web_config or web.config_file,
+        enable_lifecycle=args.lifecycle or web.enable_lifecycle,
+    )
+    control = settings.control
+    if args.mode is not None:
+        control = replace(control, mode=Mode(args.mode))
+    return replace(settings, web=web, control=control)
+
+
+def _paths(demo: Demo | None, stack: ExitStack) -> daemon_paths.Paths:
+    """The host's directories, or for the demo a folder that vanishes with it."""
+    if demo is None:
+        return daemon_paths.find()
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvwatch-demo-")))
+    return daemon_paths.Paths(runtime=folder / "run", state=folder / "state")
+
+
+def _take_lock(path: Path, stack: ExitStack) -> None:
+    """Two daemons on one host would undo each other's limits: the second does not start."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    stack.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        raise CannotStartError(
+            f"another kvwatch runs here (pid {holder}, lock {path}); stop it first"
+        ) from error
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+
+def _serve(app: App, settings: Settings, stack: ExitStack) -> str:
+    from kvwatch.exporters.web import WebServer
+
+    web = settings.web
+    try:
+        web_config = config.web_config_reader(web.config_file)
+    except config.ConfigError as error:
+        raise ReloadError([str(finding) for finding in error.findings]) from error
+    except config.UnreadableConfig as error:
+        raise ReloadError([str(error)]) from error
+    server = WebServer(web.host, web.port, app, enable_lifecycle=web.enable_lifecycle, web_config=web_config)
+    try:
+        server.start()
+    except OSError as error:
+        raise CannotStartError(
+            f"cannot listen on {web.host}:{web.port} ({error.strerror}); "
+            "free the port or set --web.listen-address"
+        ) from error
+    stack.callback(server.close)
+    return server.url
+
+
+def _event_sink(demo: Demo | None, stack: ExitStack) -> Callable[[tuple[Event, ...]], None]:
+    """Where audit events go: JSON lines on standard output; in the demo a sentence for a level change."""
+    if demo is not None:
+        return _print_levels
+    from kvwatch.exporters.events import JournalWriter
+
+    journal = JournalWriter(sys.stdout.fileno())
+    stack.callback(journal.close)
+    return journal.offer
+
+
+def _print_levels(events: tuple[Event, ...]) -> None:
+    for event in events:
+        if event.kind == "level":
+            print(f"         {event.message}", flush=True)
+
+
+def _tell(demo: Demo, url: str) -> None:
+    """The demo's story on the terminal: where to look, and a line when something begins."""
+    print(f"kvwatch demo\n  status page  {url}/\n  metrics      {url}/metrics\n{demo.describe()}", flush=True)
+
+    def narrate() -> None:
+        import time
+
+        begun_s = time.monotonic()
+        while True:
+            elapsed_s = time.monotonic() - begun_s
+            line = demo.narrate(elapsed_s)
+            if line:
+                print(f"{elapsed_s:5.0f} s  {line}", flush=True)
+            time.sleep(0.5)
+
+    threading.Thread(target=narrate, name="narrator", daemon=True).start()

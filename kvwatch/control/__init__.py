@@ -1,0 +1,1 @@
+"""What should change: policies and lease bookkeeping, pure."""

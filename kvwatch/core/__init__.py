@@ -1,0 +1,8 @@
+"""The whole tick as one pure function: `step(state, snapshot, results, clock) -> (state, report)`."""
+
+from __future__ import annotations
+
+from kvwatch.core.state import CoreState, initial, reconfigure
+from kvwatch.core.tick import step
+
+__all__ = ["CoreState", "initial", "reconfigure", "step"]

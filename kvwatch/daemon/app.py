@@ -1,0 +1,312 @@
+"""Wiring: settings and sources in, the pure core in the middle, exporters out, and the loop around it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from kvwatch import __version__, core, wire
+from kvwatch.actions.base import Context
+from kvwatch.daemon import maintenance
+from kvwatch.daemon.board import Board
+from kvwatch.daemon.clock import RealClock
+from kvwatch.daemon.dispatcher import Dispatcher, give_back_all, restore_request
+from kvwatch.daemon.lifecycle import Lifecycle
+from kvwatch.daemon.notify import Notifier
+from kvwatch.daemon.outstanding import Outstanding
+from kvwatch.daemon.paths import Paths
+from kvwatch.daemon.watchlist import GpuFactory, Watchlist
+from kvwatch.exporters.events import EventLog
+from kvwatch.model.action import ActionRequest, EventKind
+from kvwatch.model.level import Level
+from kvwatch.model.report import Event, ShellStatus, TickReport
+from kvwatch.model.settings import Settings
+
+log = logging.getLogger("kvwatch")
+
+# A new sample wakes the loop, but two ticks are at least this far apart (docs/adr/0002).
+MIN_SPACING_S = 0.02
+HOUSEKEEPING_S = 0.5
+# A tick is late when it starts this many periods after its time (the rule of metrics-server's liveness).
+LATE_PERIODS = 1.5
+# A core that fails this often in a row is given to systemd to restart.
+MAX_CORE_FAILURES = 3
+RELOAD_WAIT_S = 5.0
+ORPHAN_RETRY_S = 30.0
+ORPHAN_DEADLINE_S = 3.0
+
+Loader = Callable[[], Settings]
+
+
+class ReloadError(Exception):
+    """The new configuration is not good; `findings` are ready to print."""
+
+    def __init__(self, findings: list[str]) -> None:
+        super().__init__("; ".join(findings))
+        self.findings = findings
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A reload on its way from a web worker or a signal to the loop."""
+
+    settings: Settings
+    applied: threading.Event
+
+
+class App:
+    """One daemon: everything but argument parsing, signals' installation and process exit.
+
+    The loop runs in the caller's thread (`run`). `report`, `events`, `healthy`, `ready` and
+    `reload` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        paths: Paths,
+        *,
+        load: Loader,
+        gpu_factory: GpuFactory,
+        lifecycle: Lifecycle,
+        demo: str = "",
+        on_events: Callable[[tuple[Event, ...]], None],
+    ) -> None:
+        self._settings = settings
+        self._paths = paths
+        self._load = load
+        self._lifecycle = lifecycle
+        self._on_events = on_events
+        self._clock = RealClock()
+        self._board = Board()
+        self._watchlist = Watchlist(self._board, self._clock, gpu_factory)
+        self._outstanding = Outstanding(paths.outstanding)
+        self._context = Context(limits_dir=paths.limits, boot_id=wire.boot_id())
+        self._dispatcher = Dispatcher(self._context, self._outstanding, still_wanted=self._still_wanted)
+        self._orphans_tried_s = 0.0
+        self._notifier = Notifier()
+        self._event_log = EventLog()
+        self._pending: _Pending | None = None
+        self._reload_lock = threading.Lock()  # one reload at a time
+        self._published: TickReport | None = None
+        self._last_tick_s = self._clock.mono_s()
+        self._housekept_s = -HOUSEKEEPING_S
+        self._core_failures = 0
+        now = self._clock.wall_s()
+        self._shell = ShellStatus(started_wall_s=now, config_last_reload_success_wall_s=now, demo=demo)
+        self._state = self._fresh_state()
+
+    # What the web server asks (kvwatch.exporters.provider.Provider)
+
+    def report(self) -> TickReport | None:
+        """The last published report."""
+        return self._published
+
+    def events(self, since_wall_s: float) -> list[Event]:
+        """Audit events since a Unix time, as far as they are kept."""
+        return self._event_log.since(since_wall_s)
+
+    def healthy(self) -> bool:
+        """Whether the last tick started recently enough; says nothing about any source."""
+        limit_s = max(2.0, LATE_PERIODS * self._settings.tick_s)
+        return self._clock.mono_s() - self._last_tick_s < limit_s
+
+    def ready(self) -> tuple[bool, list[str]]:
+        """Whether every configured source has answered well since start, and which have not."""
+        report = self._published
+        if report is None:
+            return False, ["no tick yet"]
+        missing = [status.source for status in report.sources if status.good_total == 0]
+        return not missing, missing
+
+    def reload(self) -> list[str]:
+        """Load and check the configuration, and apply it in the loop; the findings when it is bad."""
+        with self._reload_lock:
+            try:
+                settings = self._load()
+            except ReloadError as error:
+                self._reload_failed(error.findings)
+                return error.findings
+            pending = _Pending(settings, threading.Event())
+            self._pending = pending
+            self._board.changed.set()
+            if not pending.applied.wait(RELOAD_WAIT_S):
+                return ["the loop did not take the new configuration in time"]
+            return []
+
+    # The loop
+
+    def run(self) -> int:
+        """Tick until asked to stop; the exit status."""
+        for problem in give_back_all(self._context, self._outstanding, ORPHAN_DEADLINE_S):
+            log.error("left by an earlier run: %s", problem)
+        self._orphans_tried_s = self._clock.mono_s()
+        self._watchlist.apply(self._settings)
+        next_tick_s = self._clock.mono_s()
+        announced = False
+        while not self._lifecycle.stopping:
+            now_s = self._wait(next_tick_s)
+            self._count_missed(next_tick_s, now_s)
+            if not self._tick(now_s):
+                return 1
+            self._notifier.beat(now_s)
+            if not announced:
+                self._notifier.ready(self._status_line())
+                announced = True
+            next_tick_s = now_s + self._settings.tick_s
+        return 0
+
+    def close(self) -> None:
+        """Stop sources and actions; what hangs is left behind, so that the process can end."""
+        self._notifier.send("STOPPING=1")
+        self._watchlist.close()
+        self._dispatcher.close()
+
+    def _wait(self, next_tick_s: float) -> float:
+        """Sleep until the next tick or a new sample, whichever is first, but never under the spacing."""
+        now_s = self._clock.mono_s()
+        if next_tick_s > now_s:
+            self._board.changed.wait(next_tick_s - now_s)
+        early_s = self._last_tick_s + MIN_SPACING_S - self._clock.mono_s()
+        if early_s > 0:
+            threading.Event().wait(early_s)
+        self._board.changed.clear()
+        return self._clock.mono_s()
+
+    def _count_missed(self, due_s: float, now_s: float) -> None:
+        period_s = self._settings.tick_s
+        late_s = now_s - due_s
+        if late_s > LATE_PERIODS * period_s:
+            missed = self._shell.ticks_missed_total + int(late_s / period_s)
+            self._shell = replace(self._shell, ticks_missed_total=missed)
+
+    def _tick(self, now_s: float) -> bool:
+        """One whole tick; False when the core is beyond help."""
+        self._last_tick_s = now_s
+        self._housekeep(now_s)
+        snapshot = self._board.snapshot(now_s, self._shell)
+        try:
+            self._state, report = core.step(
+                self._state, snapshot, self._dispatcher.finished(), self._clock.read()
+            )
+        except Exception:
+            log.exception("bug in the core; its history is dropped")
+            return self._begin_again()
+        self._core_failures = 0
+        self._published = report  # before the requests go out: a lane re-reads it just before acting
+        for request in report.due:
+            if not self._dispatcher.offer(request):
+                dropped = self._shell.dropped_actions_total + 1
+                self._shell = replace(self._shell, dropped_actions_total=dropped)
+        if report.events:
+            self._event_log.add(report.events)
+            self._on_events(report.events)
+        return True
+
+    def _begin_again(self) -> bool:
+        """Start the core from nothing; False when that has not helped."""
+        self._core_failures += 1
+        self._state = self._fresh_state()
+        return self._core_failures < MAX_CORE_FAILURES
+
+    def _fresh_state(self) -> core.CoreState:
+        return core.initial(self._settings, version=__version__, patterns=process_patterns(self._settings))
+
+    def _still_wanted(self, request: ActionRequest) -> bool:
+        """Whether the last report still asks for this limit or still shows this level."""
+        report = self._published
+        if report is None or request.event is EventKind.RESTORE:
+            return True
+        if request.limit is not None:
+            return any(
+                found.server == request.limit.server and found.wanted == request.limit
+                for found in report.limits
+            )
+        return any(
+            found.rule is request.rule and found.scope == request.scope and found.level is request.level
+            for found in report.verdicts
+        )
+
+    # Now and then
+
+    def _housekeep(self, now_s: float) -> None:
+        if self._lifecycle.reload_requested:
+            self._lifecycle.reload_requested = False
+            self._reload_here()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._apply(pending.settings)
+            pending.applied.set()
+        if now_s - self._housekept_s >= HOUSEKEEPING_S:
+            self._housekept_s = now_s
+            self._follow_maintenance()
+            self._retry_orphans(now_s)
+
+    def _retry_orphans(self, now_s: float) -> None:
+        """Levers that an earlier run moved and that did not give back at start, while nothing is wanted."""
+        if now_s - self._orphans_tried_s < ORPHAN_RETRY_S or self._published is None:
+            return
+        self._orphans_tried_s = now_s
+        in_use = {found.server for found in self._published.limits if found.wanted or found.outstanding}
+        for entry in self._outstanding.entries():
+            if entry.server not in in_use:
+                self._dispatcher.offer(restore_request(entry, ORPHAN_DEADLINE_S))
+
+    def _reload_here(self) -> None:
+        """SIGHUP: the same as `reload`, from inside the loop."""
+        self._notifier.reloading()
+        try:
+            self._apply(self._load())
+        except ReloadError as error:
+            self._reload_failed(error.findings)
+        self._notifier.ready(self._status_line())
+
+    def _reload_failed(self, findings: list[str]) -> None:
+        for finding in findings:
+            log.error("configuration not loaded: %s", finding)
+        self._shell = replace(
+            self._shell, config_last_reload_successful=False, config_error="; ".join(findings)[:1000]
+        )
+
+    def _apply(self, settings: Settings) -> None:
+        if settings.web != self._settings.web:
+            log.warning("web settings change with the next restart only")
+        self._settings = settings
+        self._watchlist.apply(settings)
+        self._state = core.reconfigure(self._state, settings, patterns=process_patterns(settings))
+        self._shell = replace(
+            self._shell,
+            config_last_reload_successful=True,
+            config_last_reload_success_wall_s=self._clock.wall_s(),
+            config_error="",
+        )
+        log.info("configuration loaded")
+
+    def _follow_maintenance(self) -> None:
+        """Release or take back the GPUs as the maintenance file says."""
+        state = maintenance.read(self._paths.maintenance)
+        until = None if state is None else state.until_wall_s
+        if (until is None) != (self._shell.maintenance_until_wall_s is None):
+            source = self._watchlist.gpu_source()
+            switch = getattr(source, "resume" if until is None else "pause", None)
+            if switch is not None:
+                switch()
+        if until != self._shell.maintenance_until_wall_s:
+            self._shell = replace(self._shell, maintenance_until_wall_s=until)
+
+    def _status_line(self) -> str:
+        report = self._published
+        level = Level.UNKNOWN if report is None else report.headline
+        return f"{level.name.lower()}: {len(self._settings.servers)} server(s)"
+
+
+def process_patterns(settings: Settings) -> Mapping[str, tuple[str, ...]]:
+    """For each kind in use, the patterns that recognise its processes."""
+    from kvwatch.sources.servers import registry
+
+    kinds = {server.kind for server in settings.servers}
+    known = registry.kinds()
+    wanted = known if "auto" in kinds else tuple(kind for kind in known if kind in kinds)
+    return {kind: registry.process_patterns(kind) for kind in wanted}

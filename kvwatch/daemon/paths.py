@@ -1,0 +1,92 @@
+"""Where the daemon keeps its files: the directories systemd gives, else those of the system or the user."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class DirectoryError(Exception):
+    """A directory cannot be made or written; the text names it and the fix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """Runtime files (sockets, leases, locks) and state that outlives a reboot."""
+
+    runtime: Path
+    state: Path
+
+    @property
+    def limits(self) -> Path:
+        """Lease files, one per server."""
+        return self.runtime / "limits"
+
+    @property
+    def maintenance(self) -> Path:
+        """The maintenance switch."""
+        return self.runtime / "maintenance.json"
+
+    @property
+    def outstanding(self) -> Path:
+        """Levers that must be given back, over restarts and reboots."""
+        return self.state / "outstanding.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the running daemon."""
+        return self.runtime / "daemon.lock"
+
+
+def _first(variable: str) -> str | None:
+    """Systemd separates several directories by colons; ours is the first."""
+    value = os.environ.get(variable, "")
+    return value.split(":")[0] or None
+
+
+def find() -> Paths:
+    """systemd's directories if set, else /run and /var/lib as root, else the XDG directories."""
+    root = os.geteuid() == 0
+    runtime_base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvwatch-{os.geteuid()}"  # noqa: S108
+    state_base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    runtime = _first("RUNTIME_DIRECTORY") or ("/run/kvwatch" if root else f"{runtime_base}/kvwatch")
+    state = _first("STATE_DIRECTORY") or ("/var/lib/kvwatch" if root else f"{state_base}/kvwatch")
+    return Paths(runtime=Path(runtime), state=Path(state))
+
+
+def prepare(paths: Paths) -> None:
+    """Make the directories: the runtime one readable by engines, the state one private.
+
+    Raises DirectoryError with the path and the fix.
+    """
+    for path, mode in ((paths.runtime, 0o755), (paths.limits, 0o755), (paths.state, 0o750)):
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=mode)
+        except OSError as error:
+            raise DirectoryError(
+                f"{path}: cannot make this directory ({error.strerror}); create it for this user, "
+                "or set RUNTIME_DIRECTORY and STATE_DIRECTORY"
+            ) from error
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise DirectoryError(f"{path}: not writable by uid {os.geteuid()}; give it to this user")
+
+
+def replace_file(path: Path, text: str, mode: int = 0o644, *, sync: bool = False) -> None:
+    """Write a whole file or nothing: a temporary file beside it, then a rename. Raises OSError.
+
+    With `sync` the content is on disk before the rename, so that a crash of the host keeps it.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            os.fchmod(stream.fileno(), mode)  # the umask of the unit is stricter than this file may be
+            stream.write(text)
+            stream.flush()
+            if sync:
+                os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,89 @@
+"""One daemon thread per source: period, jittered start, and a guard so that no source can end its thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from kvwatch.daemon.board import Board
+from kvwatch.daemon.clock import RealClock
+from kvwatch.model.sample import Failure, FailureKind, Sample
+from kvwatch.sources.base import Source, SourceError
+
+log = logging.getLogger("kvwatch.poller")
+
+# A self-paced source that fails at once would spin; this is its slowest retry.
+FAILED_PAUSE_S = 0.25
+
+
+class Poller:
+    """Polls one source for ever and puts every outcome on the board.
+
+    A daemon thread of our own, never an executor: a call that hangs must not keep the process
+    from exiting.
+    """
+
+    def __init__(self, source: Source[Any], board: Board, clock: RealClock, *, start_delay_s: float) -> None:
+        self.source = source
+        self._board = board
+        self._clock = clock
+        self._start_delay_s = start_delay_s
+        self._stop = threading.Event()
+        self._last_bug = ""
+        self._thread = threading.Thread(target=self._run, name=f"poll-{source.name}", daemon=True)
+        board.register(source.name, source.expected_period_s, source.deadline_s)
+
+    def start(self) -> None:
+        """Begin polling after the start delay."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask the thread to end after the call that is under way; returns at once."""
+        self._stop.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread; False when it is still inside a call."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        if self._stop.wait(self._start_delay_s):
+            return
+        due_s = self._clock.mono_s()
+        while not self._stop.is_set():
+            failed = self._once()
+            now_s = self._clock.mono_s()
+            if self.source.period_s <= 0:
+                wait_s = FAILED_PAUSE_S if failed else 0.0
+            else:
+                due_s = max(due_s + self.source.period_s, now_s)
+                wait_s = due_s - now_s
+            if wait_s > 0 and self._stop.wait(wait_s):
+                return
+
+    def _once(self) -> bool:
+        """One poll onto the board; True when it failed."""
+        started_s = self._clock.mono_s()
+        self._board.begin(self.source.name, started_s)
+        value, failure = None, None
+        try:
+            value = self.source.poll()
+        except SourceError as error:
+            failure = error.failure
+        except Exception as error:  # a bug in one source must not silence the others
+            failure = Failure(kind=FailureKind.MALFORMED, message=f"bug in this source: {error!r}")
+            if self._last_bug != failure.message:
+                log.exception("bug in a source", extra={"source": self.source.name})
+            self._last_bug = failure.message
+        now_s = self._clock.mono_s()
+        sample: Sample[Any] = Sample(
+            source=self.source.name,
+            observed_s=now_s,
+            wall_s=self._clock.wall_s(),
+            took_s=now_s - started_s,
+            value=value,
+            failure=failure,
+        )
+        self._board.put(sample)
+        return failure is not None

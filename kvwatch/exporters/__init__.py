@@ -1,0 +1,1 @@
+"""Show the last report: Prometheus, JSON, events, status page."""

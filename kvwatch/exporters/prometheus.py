@@ -1,0 +1,146 @@
+"""How does the last report look as a Prometheus page?
+
+The page is written here and not by prometheus_client, whose writer takes several times as
+long and whose import costs about 5 MiB; its parsers judge every page in the tests.
+Formats: text 0.0.4 and OpenMetrics 1.0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvwatch import __version__
+from kvwatch.catalogue.metrics import METRICS, MetricKind, MetricSpec, Row
+from kvwatch.exporters.process import PROCESS_SERIES, readings
+from kvwatch.model.report import TickReport
+
+TEXT_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+# Label texts kept between reports, per metric. More series than this on one host is churn, not growth.
+MAX_CACHED_SERIES = 4096
+
+# OpenMetrics wants a state set's label to be named like the metric; ours is named for people, so
+# state sets are gauges there too.
+_TEXT_TYPES = {MetricKind.INFO: "gauge", MetricKind.STATESET: "gauge"}
+_OPENMETRICS_TYPES = {MetricKind.STATESET: "gauge"}
+# Half of all values are one of these two.
+_COMMON_TEXT = {0.0: "0", 1.0: "1"}
+_COMMON_OPENMETRICS = {0.0: "0.0", 1.0: "1.0"}
+
+
+def go_float(value: float) -> str:
+    """A number as Go's `strconv.FormatFloat(f, 'g', -1, 64)` prints it, as Prometheus' own writer does."""
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond every float
+        return "+Inf" if value > 0 else "-Inf"
+    if -1e6 < number < 1e6 and number == int(number):
+        return f"{number:.0f}"
+    text = repr(number)
+    if -1e6 < number < 1e6 or "e" in text:
+        return text
+    if text[-1] in "fn":
+        return {"inf": "+Inf", "-inf": "-Inf"}.get(text, "NaN")
+    return _with_exponent(text)
+
+
+def _with_exponent(text: str) -> str:
+    """Rewrite a plain decimal of at least 1e6 as `d.ddde+dd`."""
+    sign, digits = ("-", text[1:]) if text[0] == "-" else ("", text)
+    whole, _, fraction = digits.partition(".")
+    mantissa = (whole + fraction).rstrip("0")
+    tail = f".{mantissa[1:]}" if len(mantissa) > 1 else ""
+    return f"{sign}{mantissa[0]}{tail}e+{len(whole) - 1:02d}"
+
+
+def openmetrics_float(value: float) -> str:
+    """The same with a decimal point or an exponent, as Go's OpenMetrics writer prints it."""
+    text = go_float(value)
+    return text if "." in text or "e" in text or text[-1] in "fN" else f"{text}.0"
+
+
+def escape_label(value: str) -> str:
+    """A label value with backslash, quote and newline escaped; bytes that are no UTF-8 become "?"."""
+    value = value.encode("utf-8", "replace").decode("utf-8")
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+class Family:
+    """Writes one metric and remembers the label text of its series from report to report."""
+
+    __slots__ = ("_openmetrics_head", "_prefixes", "_text_head", "labels", "name")
+
+    def __init__(self, name: str, kind: MetricKind, text: str, labels: tuple[str, ...], unit: str) -> None:
+        self.name = name
+        self.labels = labels
+        self._prefixes: dict[tuple[str, ...], str] = {}
+        self._text_head = f"# HELP {name} {text}\n# TYPE {name} {_TEXT_TYPES.get(kind, kind.value)}\n"
+        suffix = {MetricKind.COUNTER: "_total", MetricKind.INFO: "_info"}.get(kind, "")
+        family = name.removesuffix(suffix)
+        unit_line = f"# UNIT {family} {unit}\n" if unit and family.endswith(f"_{unit}") else ""
+        kind_text = _OPENMETRICS_TYPES.get(kind, kind.value)
+        self._openmetrics_head = f"# HELP {family} {text}\n# TYPE {family} {kind_text}\n{unit_line}"
+
+    @classmethod
+    def of(cls, spec: MetricSpec) -> Family:
+        """The writer of one catalogue row."""
+        return cls(spec.name, spec.kind, spec.help, spec.labels, spec.unit)
+
+    def write(self, rows: Iterable[Row], *, openmetrics: bool) -> str:
+        """All samples of this metric with their head; "" when there is none.
+
+        A repeated series is dropped (one would spoil the whole page), and so is NaN.
+        """
+        number = openmetrics_float if openmetrics else go_float
+        common = _COMMON_OPENMETRICS if openmetrics else _COMMON_TEXT
+        prefixes = self._prefixes
+        lines: dict[str, str] = {}
+        for values, value in rows:
+            prefix = prefixes.get(values) or self._remember(values)
+            if prefix not in lines and value == value:
+                lines[prefix] = common.get(value) or number(value)
+        if not lines:
+            return ""
+        head = self._openmetrics_head if openmetrics else self._text_head
+        return head + "\n".join(map("".join, lines.items())) + "\n"
+
+    def _remember(self, values: tuple[str, ...]) -> str:
+        if len(self._prefixes) >= MAX_CACHED_SERIES:
+            self._prefixes.clear()
+        pairs = ",".join(
+            [f'{label}="{escape_label(value)}"' for label, value in zip(self.labels, values, strict=True)]
+        )
+        prefix = f"{self.name}{{{pairs}}} " if pairs else f"{self.name} "
+        self._prefixes[values] = prefix
+        return prefix
+
+
+class Page:
+    """Renders reports; one per process, so that label texts are built once per series."""
+
+    def __init__(self) -> None:
+        self._metrics = [(Family.of(spec), spec.read) for spec in METRICS]
+        self._process = {
+            name: Family(name, MetricKind(kind), text, (), "") for name, kind, text in PROCESS_SERIES
+        }
+        self._build = Family.of(METRICS[0])
+
+    def render(self, report: TickReport | None, *, openmetrics: bool) -> bytes:
+        """The page for one report; before the first one, what kvwatch knows of itself."""
+        parts = [self._process[n].write([((), v)], openmetrics=openmetrics) for n, v in readings()]
+        if report is None:
+            parts.append(self._build.write([((__version__,), 1.0)], openmetrics=openmetrics))
+        else:
+            parts += [family.write(read(report), openmetrics=openmetrics) for family, read in self._metrics]
+        if openmetrics:
+            parts.append("# EOF\n")
+        return "".join(parts).encode("utf-8")
+
+
+_PAGE = Page()
+
+
+def render(report: TickReport | None, *, openmetrics: bool) -> bytes:
+    """The page for one report, label texts shared with all earlier calls."""
+    return _PAGE.render(report, openmetrics=openmetrics)

@@ -1,0 +1,485 @@
+"""Who listens to the clients? A small HTTP server that no client can hold up.
+
+One thread accepts, and holds each connection until a whole request is there; two workers answer.
+Nothing waits for a client outside the selector: half a request, half a TLS handshake, and an
+answer that nobody reads cost a connection, never a thread. Connections are capped below the
+descriptor limit; at the cap the one that has got nowhere for longest gives way. Passwords are
+checked by a thread of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import queue
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvwatch.exporters.provider import Provider
+from kvwatch.exporters.web_auth import Access, Authenticator
+from kvwatch.exporters.web_config import WebConfig
+from kvwatch.exporters.web_conn import READ, Conn, Phase
+from kvwatch.exporters.web_http import HttpError, Request, Response, wire
+from kvwatch.exporters.web_routes import Routes
+
+if TYPE_CHECKING:
+    from kvwatch.exporters.web_tls import TlsContexts
+
+WORKERS = 2
+MAX_CONNECTIONS = 256
+REQUEST_S = 10.0  # for a whole request, and for a whole TLS handshake
+IDLE_S = 300.0  # between requests; longer than any usual scrape interval
+WRITE_S = 15.0  # for the client to take an answer
+LINGER_S = 2.0
+MAX_PIPELINED = 16
+MAX_UNCHECKED = 64  # passwords that wait to be checked; beyond it the client is told to come back
+ACCEPTS_AT_ONCE = 32
+CLOSE_S = 0.9
+
+_UNAUTHORIZED = HttpError(
+    401, "a user and a password are wanted", headers=(("WWW-Authenticate", 'Basic realm="kvwatch"'),)
+)
+_TOO_MANY = HttpError(503, "too many passwords wait to be checked", headers=(("Retry-After", "2"),))
+_SHORT_OF_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class WebServer:
+    """Serves a provider over HTTP or HTTPS until it is closed.
+
+    `web_config` gives the protection in force and is asked for every request; None: none.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        provider: Provider,
+        *,
+        enable_lifecycle: bool = False,
+        web_config: Callable[[], WebConfig | None] | None = None,
+    ) -> None:
+        self._address = (host, port)
+        self._routes = Routes(provider, enable_lifecycle=enable_lifecycle)
+        self._web_config = web_config
+        self._config = WebConfig()
+        self._tls: TlsContexts | None = None
+        self._auth: Authenticator | None = None
+        self._cap = connection_cap()
+        self._waiting: set[Conn] = set()  # the selector thread's
+        self._count = 0  # all connections, those with workers included
+        self._returned: deque[Conn] = deque()
+        self._jobs: queue.SimpleQueue[Conn | None] = queue.SimpleQueue()
+        self._unchecked: queue.Queue[tuple[Conn, WebConfig] | None] = queue.Queue(MAX_UNCHECKED)
+        self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()  # guards _threads and the lazy parts
+        self._stopping = False
+        self._listener: socket.socket | None = None
+
+    def start(self) -> None:
+        """Listen and serve. OSError when the port is taken or certificate and key are bad."""
+        self._refresh()
+        if self._config.tls is not None:
+            self._contexts().get(self._config.tls)
+        self._listener = listen(*self._address)
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, READ)
+        self._selector.register(self._wake_out, READ)
+        self._spawn(self._loop, "web")
+        for number in range(WORKERS):
+            self._spawn(self._work, f"web-{number}")
+
+    @property
+    def port(self) -> int:
+        """The port in use, also when 0 was asked for."""
+        assert self._listener is not None, "start() comes first"  # noqa: S101 a programming error
+        return int(self._listener.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        """Where to look, with a name that works on this host."""
+        host = self._address[0].strip("[]") or "127.0.0.1"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 shown, not bound
+        scheme = "https" if self._config.tls is not None else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def close(self) -> None:
+        """Stop within a second; answers under way may be cut off."""
+        if self._listener is None or self._stopping:
+            return
+        self._stopping = True
+        self._wake()
+        for _ in range(WORKERS):
+            self._jobs.put(None)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._abandon(self._unchecked.get_nowait())
+        with contextlib.suppress(queue.Full):  # then the thread is awake and sees that we stop
+            self._unchecked.put_nowait(None)
+        until = time.monotonic() + CLOSE_S
+        for thread in list(self._threads):
+            thread.join(max(0.0, until - time.monotonic()))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._abandon(self._jobs.get_nowait())
+        for conn in [*self._waiting, *self._returned]:
+            conn.close()
+        self._selector.close()
+        for sock in (self._listener, self._wake_in, self._wake_out):
+            sock.close()
+
+    @staticmethod
+    def _abandon(job: Conn | tuple[Conn, WebConfig] | None) -> None:
+        if job is not None:
+            (job[0] if isinstance(job, tuple) else job).close()
+
+    def _spawn(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        with self._starting:
+            self._threads.append(thread)
+        thread.start()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # a full pipe wakes as well; a closed one needs nobody
+            self._wake_in.send(b"x")
+
+    # --- the selector thread
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            for key, _ in self._selector.select(self._timeout()):
+                if isinstance(key.fileobj, Conn):
+                    if key.fileobj in self._waiting:  # else it had to give way a moment ago
+                        self._ready(key.fileobj)
+                elif key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._drain_wakes()
+            while self._returned:
+                self._take_back(self._returned.popleft())
+            self._expire(time.monotonic())
+
+    def _timeout(self) -> float | None:
+        if not self._waiting:
+            return None
+        first = min(conn.deadline_s for conn in self._waiting)
+        return max(0.01, first - time.monotonic())
+
+    def _drain_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_out.recv(4096):
+                pass
+
+    def _accept(self) -> None:
+        assert self._listener is not None  # noqa: S101 start() has set it
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                sock, _peer = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _SHORT_OF_ROOM and not self._evict():
+                    time.sleep(0.05)  # nothing to close: let the workers finish something
+                return
+            sock.setblocking(False)
+            if self._count >= self._cap and not self._evict():
+                sock.close()
+                continue
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            conn = Conn(sock, time.monotonic(), tls=self._config.tls is not None)
+            conn.deadline_s = conn.progress_s + REQUEST_S
+            self._count += 1
+            self._wait(conn)
+
+    def _evict(self) -> bool:
+        """Close the connection that has got nowhere for longest; False when all are being answered."""
+        oldest = min(self._waiting, key=lambda conn: conn.progress_s, default=None)
+        if oldest is None:
+            return False
+        self._drop(oldest)
+        return True
+
+    def _wait(self, conn: Conn) -> None:
+        self._waiting.add(conn)
+        self._selector.register(conn, conn.want)
+
+    def _unwait(self, conn: Conn) -> None:
+        self._waiting.discard(conn)
+        self._selector.unregister(conn)
+
+    def _drop(self, conn: Conn) -> None:
+        self._unwait(conn)
+        conn.close()
+        self._count -= 1
+
+    def _take_back(self, conn: Conn) -> None:
+        if conn.phase is Phase.CLOSED:
+            self._count -= 1
+        elif conn.phase is Phase.REQUEST and conn.inbox and self._complete(conn):
+            self._jobs.put(conn)
+        else:
+            self._wait(conn)
+
+    @staticmethod
+    def _complete(conn: Conn) -> bool:
+        try:
+            return conn.maybe_complete()
+        except HttpError:
+            return True  # a worker will find the same and answer it
+
+    def _ready(self, conn: Conn) -> None:
+        """A client has moved: do what costs nothing here, hand the rest to a worker."""
+        if conn.phase is Phase.LINGER:
+            self._linger(conn)
+        elif conn.tls or self._advance_plain(conn):
+            self._unwait(conn)
+            self._jobs.put(conn)
+
+    def _linger(self, conn: Conn) -> None:
+        try:
+            done = conn.discard()
+        except OSError:
+            done = True
+        if done:
+            self._drop(conn)
+
+    def _advance_plain(self, conn: Conn) -> bool:
+        """Read or write what can be done at once; whether a worker is needed now."""
+        try:
+            if conn.phase is Phase.ANSWER:
+                return conn.flush()
+            return self._receive(conn)
+        except HttpError:
+            return True
+        except (OSError, EOFError):
+            self._drop(conn)
+            return False
+
+    def _receive(self, conn: Conn) -> bool:
+        idle = not conn.inbox
+        try:
+            return conn.receive()
+        finally:
+            if idle and conn.inbox:
+                conn.deadline_s = time.monotonic() + REQUEST_S
+
+    def _expire(self, now_s: float) -> None:
+        late = [conn for conn in self._waiting if conn.deadline_s <= now_s]
+        for conn in late:
+            if conn.phase is Phase.REQUEST and conn.inbox and not conn.tls:
+                self._unwait(conn)
+                self._refuse(conn, HttpError(408, f"the request was not complete within {REQUEST_S:g} s"))
+                self._take_back(conn)
+            else:
+                self._drop(conn)
+
+    # --- the workers
+
+    def _work(self) -> None:
+        conn: Conn | None = None
+        try:
+            while (conn := self._jobs.get()) is not None:
+                if self._step(conn):
+                    self._returned.append(conn)
+                    self._wake()
+        finally:
+            if conn is not None:  # a fault of ours is on its way to the log; the next request finds a worker
+                self._refuse(conn, HttpError(500, "kvwatch has met a fault of its own; its log says which"))
+                self._returned.append(conn)
+                self._wake()
+                if not self._stopping:
+                    self._spawn(self._work, threading.current_thread().name)
+
+    def _step(self, conn: Conn) -> bool:
+        """Take one connection as far as it goes now; False when another thread has taken it over."""
+        try:
+            if self._stopping:
+                conn.close()
+                return True
+            return self._advance(conn)
+        except HttpError as error:
+            self._refuse(conn, error)
+        except (OSError, EOFError):
+            conn.close()
+        return True
+
+    def _advance(self, conn: Conn) -> bool:
+        config = self._refresh()
+        if conn.phase is Phase.HANDSHAKE and not self._handshake(conn, config):
+            return True
+        if conn.phase is Phase.ANSWER:
+            self._finish(conn)
+        for _ in range(MAX_PIPELINED):
+            request = self._next_request(conn)
+            if request is None:
+                break
+            access = self._access(conn, request, config)
+            if access is Access.UNCHECKED:
+                return False
+            self._answer(conn, request, config, allowed=access is Access.ALLOWED)
+        return True
+
+    def _next_request(self, conn: Conn) -> Request | None:
+        if conn.phase is not Phase.REQUEST:
+            return None
+        checked, conn.pending = conn.pending, None
+        if checked is not None:
+            return checked
+        request = conn.take_request()
+        if request is None and conn.tls and self._receive(conn):
+            request = conn.take_request()
+        return request
+
+    def _handshake(self, conn: Conn, config: WebConfig) -> bool:
+        if conn.secure_socket is None:
+            if config.tls is None:
+                raise OSError("TLS was switched off meanwhile")
+            conn.wrap(self._contexts().get(config.tls))
+        if not conn.handshake():
+            return False
+        secure = conn.secure_socket
+        if secure is not None and config.tls is not None and config.tls.client_allowed_sans:
+            from kvwatch.exporters.web_tls import client_allowed
+
+            if not client_allowed(config.tls, secure):
+                raise OSError("the client's certificate has none of the allowed names")
+        conn.phase, conn.want = Phase.REQUEST, READ
+        conn.deadline_s = time.monotonic() + REQUEST_S
+        return True
+
+    def _access(self, conn: Conn, request: Request, config: WebConfig) -> Access:
+        """What this request may do; UNCHECKED when it went to have its password checked. HttpError 503."""
+        if not config.users:
+            return Access.ALLOWED
+        access, conn.access = conn.access, None
+        if access is None:
+            access = self._authenticator().check(config.users, request.header("authorization"))
+        if access is Access.UNCHECKED:
+            conn.pending = request
+            try:
+                self._unchecked.put_nowait((conn, config))
+            except queue.Full:
+                conn.pending = None
+                raise _TOO_MANY from None
+        return access
+
+    def _check_passwords(self) -> None:
+        while (job := self._unchecked.get()) is not None:
+            conn, config = job
+            if self._stopping:
+                conn.close()
+                continue
+            assert conn.pending is not None  # noqa: S101 set before it was queued
+            conn.access = self._authenticator().verify(config.users, conn.pending.header("authorization"))
+            self._jobs.put(conn)
+
+    def _answer(self, conn: Conn, request: Request, config: WebConfig, *, allowed: bool) -> None:
+        try:
+            if not allowed:
+                raise _UNAUTHORIZED
+            response = self._routes.answer(request)
+        except HttpError as error:
+            response = error_response(error)
+        conn.keep_alive = request.keep_alive and not self._stopping
+        head_only = request.method == "HEAD"
+        self._send(conn, response, head_only=head_only, headers=config.headers)
+
+    def _refuse(self, conn: Conn, error: HttpError) -> None:
+        """Answer what is no request, and close."""
+        conn.keep_alive = False
+        if conn.phase in (Phase.CLOSED, Phase.HANDSHAKE, Phase.LINGER):
+            conn.close()
+            return
+        try:
+            self._send(conn, error_response(error), head_only=False, headers=self._config.headers)
+        except OSError:
+            conn.close()
+
+    def _send(
+        self, conn: Conn, response: Response, *, head_only: bool, headers: tuple[tuple[str, str], ...]
+    ) -> None:
+        data = wire(
+            response, wall_s=time.time(), keep_alive=conn.keep_alive, head_only=head_only, extra=headers
+        )
+        conn.outbox = memoryview(data)
+        conn.phase = Phase.ANSWER
+        conn.deadline_s = time.monotonic() + WRITE_S
+        self._finish(conn)
+
+    def _finish(self, conn: Conn) -> None:
+        """Send on; then wait for the next request, or close."""
+        if not conn.flush():
+            return
+        now_s = time.monotonic()
+        if conn.keep_alive:
+            conn.phase, conn.want = Phase.REQUEST, READ
+            conn.progress_s, conn.deadline_s = now_s, now_s + IDLE_S
+        else:
+            conn.linger()
+            conn.deadline_s = now_s + LINGER_S
+
+    # --- what the configuration says
+
+    def _refresh(self) -> WebConfig:
+        if self._web_config is not None:
+            self._config = self._web_config() or WebConfig()
+        return self._config
+
+    def _contexts(self) -> TlsContexts:
+        with self._starting:
+            if self._tls is None:
+                from kvwatch.exporters.web_tls import TlsContexts
+
+                self._tls = TlsContexts()
+            return self._tls
+
+    def _authenticator(self) -> Authenticator:
+        with self._starting:
+            if self._auth is not None:
+                return self._auth
+            self._auth = Authenticator()
+        self._spawn(self._check_passwords, "web-auth")
+        return self._auth
+
+
+def error_response(error: HttpError) -> Response:
+    """An error as a short plain sentence."""
+    body = f"{error.message}\n".encode()
+    return Response(status=error.status, body=body, headers=(("Cache-Control", "no-store"), *error.headers))
+
+
+def connection_cap() -> int:
+    """How many clients may be connected: well below what the process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(8, min(MAX_CONNECTIONS, soft // 2))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; an empty host means every address. OSError when it cannot be had."""
+    host = host.strip("[]")
+    dual = not host and socket.has_dualstack_ipv6()
+    found = socket.getaddrinfo(
+        "::" if dual else host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual else 1)
+        sock.bind(address)
+        sock.listen(128)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,1 @@
+"""Offline users of the same core: demo, simulator, recorder, replay."""

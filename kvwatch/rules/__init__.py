@@ -1,0 +1,1 @@
+"""How bad it is: thresholds, hysteresis and staleness, pure."""

@@ -1,0 +1,1 @@
+"""What the samples mean: one pure file per derived quantity."""

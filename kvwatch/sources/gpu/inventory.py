@@ -1,0 +1,97 @@
+"""Which GPUs has this host had? Kept over restarts, so that a vanished GPU is reported, not forgotten."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+VERSION = 1
+MAX_BYTES = 1 << 20
+MAX_GPUS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownGpu:
+    """A GPU seen at least once."""
+
+    uuid: str
+    index: int
+    name: str = ""
+
+
+class Inventory:
+    """GPUs by UUID, with the index each had. Losing the file costs the memory of absent GPUs, nothing else.
+
+    To forget a GPU that was taken out on purpose, stop the daemon and delete the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, KnownGpu] = {}
+        self._pinned: dict[str, int] = {}
+        self._complained = False
+        self._load()
+
+    def known(self) -> tuple[KnownGpu, ...]:
+        """Every GPU seen once, in order of index."""
+        return tuple(sorted(self._known.values(), key=lambda gpu: (gpu.index, gpu.uuid)))
+
+    def pinned_index(self, uuid: str, index: int) -> int:
+        """The index shown for a GPU: the first one it had in this process, were it renumbered since."""
+        pinned = self._pinned.get(uuid)
+        if pinned is None:
+            taken = set(self._pinned.values())
+            pinned = index if index not in taken else next(n for n in range(len(taken) + 1) if n not in taken)
+            self._pinned[uuid] = pinned
+        return pinned
+
+    def uuid_at(self, index: int, live: Iterable[str]) -> str:
+        """The UUID of a GPU that no longer tells it, by the index it had; "" where nobody knows."""
+        present = set(live)
+        for gpu in self._known.values():
+            if gpu.index == index and gpu.uuid not in present:
+                return gpu.uuid
+        return ""
+
+    def note(self, gpus: Iterable[KnownGpu]) -> None:
+        """Remember these; the file is written only when something is new."""
+        changed = False
+        for gpu in gpus:
+            if self._known.get(gpu.uuid) != gpu and (gpu.uuid in self._known or len(self._known) < MAX_GPUS):
+                self._known[gpu.uuid] = gpu
+                changed = True
+        if changed:
+            self._save()
+
+    def _load(self) -> None:
+        try:
+            with self._path.open("rb") as file:
+                page = json.loads(file.read(MAX_BYTES))
+            for uuid, gpu in page["gpus"].items():
+                self._known[str(uuid)] = KnownGpu(
+                    uuid=str(uuid), index=int(gpu["index"]), name=str(gpu["name"])
+                )
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            self._known = {}
+            self._complain("GPU inventory unreadable, starting a new one", error)
+
+    def _save(self) -> None:
+        gpus = {gpu.uuid: {"index": gpu.index, "name": gpu.name} for gpu in self.known()}
+        scratch = self._path.with_name(self._path.name + ".new")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            scratch.write_text(json.dumps({"v": VERSION, "gpus": gpus}, indent=1) + "\n")
+            scratch.replace(self._path)
+        except OSError as error:
+            self._complain("GPU inventory not written: absent GPUs will be forgotten at a restart", error)
+
+    def _complain(self, message: str, error: Exception) -> None:
+        if not self._complained:
+            self._complained = True
+            log.warning(message, extra={"path": str(self._path), "error": str(error)})

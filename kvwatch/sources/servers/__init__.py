@@ -1,0 +1,1 @@
+"""Adapters for inference servers, one file per engine, found by module name."""

@@ -1,0 +1,136 @@
+#!/bin/sh
+# Installs kvwatch as a service, or takes it away again.
+#
+#   packaging/install.sh install   [--root DIR] [--no-start]
+#   packaging/install.sh uninstall [--root DIR] [--purge]
+#
+# install    makes a virtual environment in /opt/kvwatch, links /usr/local/bin/kvwatch to it, puts the unit, the
+#            service user and /run/kvwatch in place, writes /etc/kvwatch/kvwatch.yml if there is none, starts it.
+#            Running it again upgrades; your configuration is never touched.
+# uninstall  undoes that. /etc/kvwatch, /var/lib/kvwatch and the user stay, unless --purge.
+# --root     (or DESTDIR) builds a tree for a package or image: no user, no systemctl.
+#
+# PYTHON=/usr/bin/python3  the interpreter to use; it must not live under /home or /root, which the unit hides
+# SOURCE=.                 what pip installs (a directory or a wheel)
+# PIP_ARGS=...             further arguments for pip (an index, --no-index --find-links, ...)
+set -eu
+
+prefix=/opt/kvwatch
+here=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
+root=${DESTDIR:-}
+start=yes
+purge=no
+
+say() { printf '%s\n' "$*"; }
+die() { printf 'install.sh: %s\n' "$*" >&2; exit 2; }
+
+usage() { sed -n '2,18s/^# \{0,1\}//p' "$0"; }
+
+find_python() {
+    for python in ${PYTHON:-/usr/bin/python3.14 /usr/bin/python3.13 /usr/bin/python3.12 /usr/bin/python3.11 /usr/bin/python3 /usr/local/bin/python3}; do
+        [ -x "$python" ] || continue
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+        case $("$python" -c 'import os, sys; print(os.path.realpath(sys.executable))') in
+            /home/*|/root/*) continue ;;
+        esac
+        say "$python"
+        return
+    done
+    die "no Python 3.11 or newer outside /home and /root (the unit hides those); set PYTHON=/path/to/python3"
+}
+
+# Scripts that pip writes name the interpreter where it is built; the unit needs where it will be.
+relocate() {
+    [ -n "$root" ] || return 0
+    grep -lI "$root$prefix" "$root$prefix"/bin/* "$root$prefix/pyvenv.cfg" 2>/dev/null | while read -r file; do
+        [ -L "$file" ] || sed -i "s|$root$prefix|$prefix|g" "$file"
+    done
+}
+
+make_venv() {
+    python=$(find_python)
+    say "virtual environment: $root$prefix ($python)"
+    "$python" -m venv "$root$prefix" || die "$python cannot make a virtual environment; on Debian: apt install python3-venv"
+    # shellcheck disable=SC2086
+    "$root$prefix/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade ${PIP_ARGS:-} "${SOURCE:-$here}"
+    relocate
+}
+
+put() { # put MODE SOURCE TARGET
+    install -D -m "$1" "$2" "$root$3"
+    say "wrote $root$3"
+}
+
+put_files() {
+    put 0644 "$here/systemd/kvwatch.service" /etc/systemd/system/kvwatch.service
+    put 0644 "$here/systemd/kvwatch.sysusers.conf" /usr/lib/sysusers.d/kvwatch.conf
+    put 0644 "$here/systemd/kvwatch.tmpfiles.conf" /usr/lib/tmpfiles.d/kvwatch.conf
+    if [ -e "$root/etc/kvwatch/kvwatch.yml" ]; then
+        say "kept $root/etc/kvwatch/kvwatch.yml"
+    elif [ -e "$here/packaging/kvwatch.yml" ]; then
+        put 0644 "$here/packaging/kvwatch.yml" /etc/kvwatch/kvwatch.yml
+    fi
+    mkdir -p "$root/usr/local/bin"
+    ln -sfn "$prefix/bin/kvwatch" "$root/usr/local/bin/kvwatch"
+    say "linked $root/usr/local/bin/kvwatch"
+}
+
+enable_service() {
+    [ -z "$root" ] || return 0
+    systemd-sysusers /usr/lib/sysusers.d/kvwatch.conf
+    systemd-tmpfiles --create /usr/lib/tmpfiles.d/kvwatch.conf
+    if [ ! -d /run/systemd/system ]; then
+        say "systemd does not run here: nothing was started"
+        return 0
+    fi
+    systemctl daemon-reload
+    [ "$start" = yes ] || { say "start it with: systemctl enable --now kvwatch"; return 0; }
+    systemctl enable --quiet kvwatch
+    systemctl restart kvwatch
+    say "running; look at http://127.0.0.1:9843/ and: journalctl -u kvwatch"
+}
+
+do_install() {
+    [ "${KVWATCH_SKIP_VENV:-}" = 1 ] || make_venv
+    put_files
+    enable_service
+}
+
+do_uninstall() {
+    if [ -z "$root" ] && [ -d /run/systemd/system ]; then
+        systemctl disable --now --quiet kvwatch 2>/dev/null || true
+    fi
+    rm -rf "$root$prefix"
+    rm -f "$root/etc/systemd/system/kvwatch.service" "$root/usr/lib/sysusers.d/kvwatch.conf" \
+        "$root/usr/lib/tmpfiles.d/kvwatch.conf"
+    [ ! -L "$root/usr/local/bin/kvwatch" ] || rm -f "$root/usr/local/bin/kvwatch"
+    [ -n "$root" ] || [ ! -d /run/systemd/system ] || systemctl daemon-reload
+    if [ "$purge" = yes ]; then
+        rm -rf "$root/etc/kvwatch" "$root/var/lib/kvwatch" "$root/run/kvwatch" "$root/etc/systemd/system/kvwatch.service.d"
+        [ -n "$root" ] || ! id kvwatch >/dev/null 2>&1 || userdel kvwatch
+        say "removed kvwatch, its configuration, state and user"
+    else
+        say "removed kvwatch; kept /etc/kvwatch and /var/lib/kvwatch (--purge removes them too)"
+    fi
+}
+
+[ $# -ge 1 ] || { usage >&2; exit 2; }
+command=$1
+shift
+while [ $# -gt 0 ]; do
+    case $1 in
+        --root) [ $# -ge 2 ] || die "--root needs a directory"; root=$2; shift ;;
+        --no-start) start=no ;;
+        --purge) purge=yes ;;
+        *) die "unknown option $1; see: packaging/install.sh --help" ;;
+    esac
+    shift
+done
+root=${root%/}
+case $command in
+    -h|--help) usage; exit 0 ;;
+    install|uninstall) ;;
+    *) die "unknown command $command; install or uninstall" ;;
+esac
+[ -n "$root" ] || [ "$(id -u)" = 0 ] || die "must be root; or give --root DIR"
+"do_$command"
