@@ -46,6 +46,11 @@ class Lease:
         return Limit(server=self.server, max_running=self.max_running, admit=self.admit, compact=self.compact)
 
 
+def clock_s() -> float:
+    """Seconds since boot, suspended time included (CLOCK_BOOTTIME); setting the clock moves nothing."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class LeaseError(ValueError):
     """The text is not a lease; whoever reads it must act as if there were none."""
 
@@ -60,7 +65,8 @@ def boot_id() -> str:
 
 
 def encode(lease: Lease) -> bytes:
-    """The file's content."""
+    """The file's content. The reason is cut, and freed of what no reader would take."""
+    reason = "".join(char if char.isprintable() and char not in "{}[]" else " " for char in lease.reason)
     record = {
         "v": VERSION,
         "server": lease.server,
@@ -70,7 +76,7 @@ def encode(lease: Lease) -> bytes:
         "max_running": lease.max_running,
         "admit": lease.admit,
         "compact": lease.compact,
-        "reason": lease.reason[:MAX_REASON],
+        "reason": reason[:MAX_REASON],
     }
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
@@ -132,7 +138,8 @@ def _ttl(record: dict[str, object]) -> float:
 class LeaseReader:
     """Follows one lease file. Cheap to ask often: the file is read only after it was replaced.
 
-    `clock` is monotonic seconds. Never raises from `current`: every fault means "no limit".
+    `clock` is seconds that never go back and that count suspended time too: a lease from before a
+    suspend is over after it. Never raises from `current`: every fault means "no limit".
     """
 
     def __init__(
@@ -140,7 +147,7 @@ class LeaseReader:
         path: str | Path,
         *,
         server: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock_s,
         boot: str | None = None,
     ) -> None:
         self._path = os.fspath(path)
@@ -203,7 +210,7 @@ def read_small(path: str) -> bytes:
 
 def next_seq(last: int) -> int:
     """A number above `last` and above every number an earlier daemon of this boot has used."""
-    return max(last + 1, int(time.clock_gettime(time.CLOCK_BOOTTIME) * 1000))
+    return max(last + 1, int(clock_s() * 1000))
 
 
 def write(directory: Path, lease: Lease) -> None:
@@ -212,7 +219,8 @@ def write(directory: Path, lease: Lease) -> None:
     Raises OSError. The file is complete or absent at every moment.
     """
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    temporary = f".{lease.server}.{os.getpid()}.tmp"
+    # One name for ever, so that a writer killed at this point leaves nothing that piles up.
+    temporary = f".{lease.server}.tmp"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, 0o644, dir_fd=folder)
@@ -232,13 +240,18 @@ def write(directory: Path, lease: Lease) -> None:
 
 
 def clear(directory: Path, server: str) -> bool:
-    """Remove a server's lease; False when there was none. Raises OSError."""
+    """Remove a server's lease, and what a killed writer left of one; False when there was none.
+
+    Raises OSError.
+    """
     try:
         folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        return _unlink(f"{server}.json", folder)
+        found = _unlink(f"{server}.json", folder)
+        _unlink(f".{server}.tmp", folder)
+        return found
     finally:
         os.close(folder)
 

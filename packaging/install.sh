@@ -11,7 +11,7 @@
 # --root     (or DESTDIR) builds a tree for a package or image: no user, no systemctl.
 #
 # PYTHON=/usr/bin/python3  the interpreter to use; it must not live under /home or /root, which the unit hides
-# SOURCE=.                 what pip installs (a directory or a wheel)
+# SOURCE=...               what pip installs instead of this checkout (a directory or a wheel)
 # PIP_ARGS=...             further arguments for pip (an index, --no-index --find-links, ...)
 set -eu
 
@@ -51,8 +51,14 @@ make_venv() {
     python=$(find_python)
     say "virtual environment: $root$prefix ($python)"
     "$python" -m venv "$root$prefix" || die "$python cannot make a virtual environment; on Debian: apt install python3-venv"
+    # pip builds inside the folder it is given; a copy keeps the checkout clean and old builds out.
+    copy=$(mktemp -d)
+    trap 'rm -rf "$copy"' EXIT
+    for name in kvwatch pyproject.toml README.md LICENSE; do
+        [ ! -e "$here/$name" ] || cp -R "$here/$name" "$copy/"
+    done
     # shellcheck disable=SC2086
-    "$root$prefix/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade ${PIP_ARGS:-} "${SOURCE:-$here}"
+    "$root$prefix/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade ${PIP_ARGS:-} "${SOURCE:-$copy}"
     relocate
 }
 

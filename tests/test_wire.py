@@ -29,7 +29,8 @@ class Clock:
 
 def lease(**changes: object) -> wire.Lease:
     values: dict[str, object] = {
-        "server": "chat", "boot_id": BOOT, "seq": 1, "ttl_s": 15.0, "max_running": 24, "reason": "recompute_tax",
+        "server": "chat", "boot_id": BOOT, "seq": 1, "ttl_s": 15.0, "max_running": 24,
+        "reason": "recompute_tax",
     } | changes  # fmt: skip
     return wire.Lease(**values)  # type: ignore[arg-type]
 
@@ -88,11 +89,11 @@ def test_a_removed_file_ends_the_limit_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"v": 2}, {"v": True}, {"v": None}, {"boot_id": "another"}, {"server": "other"}, {"seq": -1}, {"seq": 1.5},
-        {"seq": True}, {"ttl_s": 0}, {"ttl_s": 121}, {"ttl_s": "15"}, {"ttl_s": True}, {"ttl_s": float("nan")},
-        {"ttl_s": float("inf")}, {"max_running": 0}, {"max_running": -3}, {"max_running": 2.5}, {"max_running": True},
-        {"max_running": "4"}, {"admit": 1}, {"admit": None}, {"compact": -1}, {"reason": 7}, {"reason": "x" * 65},
-        {"extra": {"nested": 1}}, {"extra": [1]},
+        {"v": 2}, {"v": True}, {"v": None}, {"boot_id": "another"}, {"server": "other"}, {"seq": -1},
+        {"seq": 1.5}, {"seq": True}, {"ttl_s": 0}, {"ttl_s": 121}, {"ttl_s": "15"}, {"ttl_s": True},
+        {"ttl_s": float("nan")}, {"ttl_s": float("inf")}, {"max_running": 0}, {"max_running": -3},
+        {"max_running": 2.5}, {"max_running": True}, {"max_running": "4"}, {"admit": 1}, {"admit": None},
+        {"compact": -1}, {"reason": 7}, {"reason": "x" * 65}, {"extra": {"nested": 1}}, {"extra": [1]},
     ],
     ids=str,
 )  # fmt: skip
@@ -114,7 +115,11 @@ def test_random_content_never_limits_and_never_raises(tmp_path: Path, content: b
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
-@given(steps=st.lists(st.tuples(st.sampled_from(["write", "wait", "clear", "junk"]), st.integers(1, 30)), max_size=30))
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["write", "wait", "clear", "junk"]), st.integers(1, 30)), max_size=30
+    )
+)
 def test_any_history_ends_without_a_limit_when_writing_stops(
     tmp_path: Path, steps: list[tuple[str, int]]
 ) -> None:
@@ -187,3 +192,52 @@ def test_numbers_grow_over_restarts() -> None:
 
     assert wire.next_seq(first) > first
     assert wire.next_seq(-1) >= first
+
+
+@pytest.mark.needs("root", "unshare")
+def test_the_readers_clock_counts_suspended_time() -> None:
+    """A lease from before a suspend is over after it: the clock is the one that runs on meanwhile.
+
+    A time namespace moves CLOCK_BOOTTIME alone, which is what a suspend does.
+    """
+    code = "import time; from kvwatch import wire; print(wire.clock_s() - time.monotonic())"
+    plain = [sys.executable, "-c", code]
+    suspended = ["unshare", "--time", "--boottime", "100000", *plain]
+    before, after = (
+        float(subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout)
+        for command in (plain, suspended)
+    )
+
+    assert after - before == pytest.approx(100000, abs=5)
+
+
+def test_the_readers_clock_is_not_the_wall_clock(tmp_path: Path) -> None:
+    """Setting the clock neither ends nor prolongs a lease: the file's own times are not looked at."""
+    clock = Clock()
+    follower = reader(tmp_path, clock)
+    wire.write(tmp_path, lease())
+    os.utime(tmp_path / "chat.json", (1, 1))
+
+    assert follower.current() is not None
+    clock.now_s += 15
+    os.utime(tmp_path / "chat.json", (4e9, 4e9))
+    assert follower.current() is None
+
+
+def test_admission_stopped_for_ever_ends_after_two_minutes(tmp_path: Path) -> None:
+    """A reader ends `admit: false` after 120 s without a new number, whatever the file says."""
+    clock = Clock()
+    follower = reader(tmp_path, clock)
+    record = json.loads(wire.encode(lease(admit=False))) | {"ttl_s": 120}
+    (tmp_path / "chat.json").write_text(json.dumps(record))
+    follower.current()
+    clock.now_s += 120
+
+    assert follower.current() is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(reason=st.text(max_size=200))
+def test_whatever_the_reason_a_written_lease_can_be_read(reason: str) -> None:
+    """No text in a reason makes a lease unreadable."""
+    assert wire.decode(wire.encode(lease(reason=reason))).max_running == 24

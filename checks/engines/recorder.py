@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Recorder:
-    """Forwards GET requests to `target`; keeps (monotonic seconds, body) of each good /metrics answer."""
+    """Forwards GET requests to `target`; keeps (Unix seconds, body) of each good /metrics answer."""
 
     def __init__(self, target: str) -> None:
         self.pages: list[tuple[float, bytes]] = []
@@ -43,12 +43,15 @@ class Recorder:
             handler.connection.close()
             return
         if handler.path == "/metrics" and status == 200:
-            self.pages.append((time.monotonic(), body))
-        handler.send_response(status)
-        handler.send_header("Content-Type", kind)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        handler.wfile.write(body)
+            self.pages.append((time.time(), body))
+        try:
+            handler.send_response(status)
+            handler.send_header("Content-Type", kind)
+            handler.send_header("Content-Length", str(len(body)))
+            handler.end_headers()
+            handler.wfile.write(body)
+        except OSError:  # the reader's deadline has passed
+            handler.close_connection = True
 
     def close(self) -> None:
         """Stop listening."""

@@ -36,7 +36,8 @@ class Vllm:
             "--model", str(ENGINES / "tiny-llama"), "--served-model-name", "tiny",
             "--host", "127.0.0.1", "--port", str(self.port),
             "--dtype", "float32", "--max-model-len", "512",
-            "--max-num-seqs", "16", "--enforce-eager", "--block-size", "32", "--num-gpu-blocks-override", "33",
+            "--max-num-seqs", "16", "--enforce-eager",
+            "--block-size", "32", "--num-gpu-blocks-override", "33",
             *arguments,
         ]  # fmt: skip
         settings = {

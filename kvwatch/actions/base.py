@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
+import math
 import pkgutil
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvwatch.model.action import ActionRequest, Limit, Outcome
+from kvwatch.model.action import ActionRequest, EventKind, Limit, Outcome
+from kvwatch.model.level import Level
 
 _NOT_ACTIONS = {"base"}
 
@@ -33,10 +38,14 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What every action may use: the lease directory and the host's boot identifier."""
+    """What every action may use: the lease directory and the host's boot identifier.
+
+    `stopping` is set when kvwatch stops: a limit that is just being imposed is broken off.
+    """
 
     limits_dir: Path
     boot_id: str
+    stopping: threading.Event = field(default_factory=threading.Event)
 
 
 class Action(Protocol):
@@ -48,11 +57,16 @@ class Action(Protocol):
 
     self_expiring: bool
 
-    def perform(self, request: ActionRequest) -> Attempt:
-        """Carry out one request within its deadline. Raises nothing but ActionError."""
+    def perform(self, request: ActionRequest, held: int | None = None) -> Attempt:
+        """Carry out one request within its deadline. Raises nothing but ActionError.
+
+        `held` is the descriptor of the lever's lock. A program that is started inherits it, so that
+        the lever counts as busy for as long as the program lives, even when kvwatch has died.
+        """
         ...
 
 
+@functools.cache
 def kinds() -> tuple[str, ...]:
     """Names of the actions that can be configured: the modules beside this one."""
     package = importlib.import_module("kvwatch.actions")
@@ -84,6 +98,7 @@ def payload(request: ActionRequest) -> dict[str, Any]:
     """The request as hooks get it (docs/hooks.md): plain JSON types, only what applies."""
     scope = request.scope
     limit = request.limit
+    imposing = request.event is EventKind.LIMIT
     record: dict[str, Any] = {
         "v": 1,
         "event": request.event.value,
@@ -93,11 +108,21 @@ def payload(request: ActionRequest) -> dict[str, Any]:
         "gpu": scope.gpu,
         "gpu_uuid": scope.uuid,
         "rule": request.rule.value if request.rule else None,
-        "level": request.level.name.lower(),
-        "max_running": limit.max_running if limit else None,
-        "admit": limit.admit if limit else None,
+        "level": None if request.level is Level.UNKNOWN else request.level.name.lower(),
+        "max_running": limit.max_running if limit and imposing else None,
+        "admit": limit.admit if limit and imposing else None,
         "expires_in_s": request.expires_in_s,
         "reason": request.reason,
-        "evidence": dict(request.evidence),
+        "evidence": {key: value for key, value in request.evidence.items() if _is_plain(value)},
     }
     return {key: value for key, value in record.items() if value not in (None, "", {})}
+
+
+def body(request: ActionRequest) -> bytes:
+    """The payload as one line of JSON."""
+    return json.dumps(payload(request), allow_nan=False).encode() + b"\n"
+
+
+def _is_plain(value: object) -> bool:
+    """JSON has no infinities; what is not known or not finite is left out."""
+    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))

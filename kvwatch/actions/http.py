@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
-from kvwatch.actions.base import Action, ActionError, Attempt, Context, payload
+from kvwatch.actions.base import Action, ActionError, Attempt, Context, body
 from kvwatch.model.action import ActionRequest, Outcome
+
+if TYPE_CHECKING:
+    import ssl
 
 SELF_EXPIRING = False
 
 MAX_HEAD = 8192
 MAX_KEY = 4096
+
+_Address = tuple[int, int, int, str, Any]  # as getaddrinfo gives them
 
 
 class HttpAction:
@@ -29,13 +35,13 @@ class HttpAction:
         self._key_file = key_file
         self._ca_file = ca_file
 
-    def perform(self, request: ActionRequest) -> Attempt:
+    def perform(self, request: ActionRequest, held: int | None = None) -> Attempt:  # noqa: ARG002
         """One POST on a connection of its own."""
-        body = json.dumps(payload(request)).encode()
+        content = body(request)
         end_s = time.monotonic() + request.deadline_s
         try:
             with _connect(self._parts, end_s, self._ca_file) as connection:
-                _send(connection, self._head(body) + body, end_s)
+                _send(connection, self._head(content) + content, end_s)
                 status = _status(connection, end_s)
         except TimeoutError as error:
             raise ActionError(
@@ -52,7 +58,7 @@ class HttpAction:
             )
         raise ActionError(Outcome.FAILED, f"{self._url}: HTTP {status}")
 
-    def _head(self, body: bytes) -> bytes:
+    def _head(self, content: bytes) -> bytes:
         target = self._parts.path or "/"
         if self._parts.query:
             target += f"?{self._parts.query}"
@@ -60,16 +66,16 @@ class HttpAction:
             f"POST {target} HTTP/1.1",
             f"Host: {self._parts.netloc}",
             "Content-Type: application/json",
-            f"Content-Length: {len(body)}",
+            f"Content-Length: {len(content)}",
             "User-Agent: kvwatch",
             "Connection: close",
         ]
         if self._key_file is not None:
-            lines.append(f"X-Kvwatch-Signature: sha256={_signature(self._key_file, body)}")
+            lines.append(f"X-Kvwatch-Signature: sha256={_signature(self._key_file, content)}")
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-def _signature(key_file: str, body: bytes) -> str:
+def _signature(key_file: str, content: bytes) -> str:
     import hashlib
     import hmac
 
@@ -79,7 +85,9 @@ def _signature(key_file: str, body: bytes) -> str:
         raise ActionError(
             Outcome.FAILED, f"{key_file}: {error.strerror}; it must hold the hook's key"
         ) from error
-    return hmac.new(key, body, hashlib.sha256).hexdigest()
+    if not key:
+        raise ActionError(Outcome.FAILED, f"{key_file}: empty; it must hold the hook's key")
+    return hmac.new(key, content, hashlib.sha256).hexdigest()
 
 
 def _left_s(end_s: float) -> float:
@@ -91,18 +99,65 @@ def _left_s(end_s: float) -> float:
 
 def _connect(parts: SplitResult, end_s: float, ca_file: str | None) -> socket.socket:
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    plain = socket.create_connection((parts.hostname or "", port), timeout=_left_s(end_s))
+    plain = _connect_plain(parts.hostname or "", port, end_s)
     if parts.scheme != "https":
         return plain
+    try:
+        context = _tls(ca_file)
+        plain.settimeout(_left_s(end_s))
+        return context.wrap_socket(plain, server_hostname=parts.hostname)
+    except (OSError, ValueError, ActionError):
+        plain.close()
+        raise
+
+
+def _tls(ca_file: str | None) -> ssl.SSLContext:
+    """Verifies; trusts the system's certificates, or those of the file alone."""
     import ssl
 
     try:
-        context = ssl.create_default_context(cafile=ca_file)
-        plain.settimeout(_left_s(end_s))
-        return context.wrap_socket(plain, server_hostname=parts.hostname)
-    except OSError:
-        plain.close()
-        raise
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ActionError(
+            Outcome.FAILED, f"{ca_file}: {error.strerror or error}; it must hold PEM certificates"
+        ) from error
+
+
+def _connect_plain(host: str, port: int, end_s: float) -> socket.socket:
+    """The first of the host's addresses that answers, all within one deadline."""
+    failure: OSError = OSError("the name has no address")
+    for family, kind, protocol, _, address in _resolve(host, port, end_s):
+        plain = socket.socket(family, kind, protocol)
+        try:
+            plain.settimeout(_left_s(end_s))
+            plain.connect(address)
+        except OSError as error:
+            plain.close()
+            failure = error
+        else:
+            return plain
+    raise failure
+
+
+def _resolve(host: str, port: int, end_s: float) -> list[_Address]:
+    """Addresses of a name. The resolver knows no deadline, so it is left behind when it is too slow."""
+    found: list[_Address] = []
+    failures: list[OSError] = []
+
+    def ask() -> None:
+        try:
+            found.extend(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except OSError as error:
+            failures.append(error)
+
+    asking = threading.Thread(target=ask, name="act-resolve", daemon=True)
+    asking.start()
+    asking.join(_left_s(end_s))
+    if asking.is_alive():
+        raise TimeoutError
+    if failures:
+        raise failures[0]
+    return found
 
 
 def _send(connection: socket.socket, content: bytes, end_s: float) -> None:

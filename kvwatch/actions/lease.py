@@ -20,7 +20,7 @@ class LeaseAction:
         self._context = context
         self._seq = -1
 
-    def perform(self, request: ActionRequest) -> Attempt:
+    def perform(self, request: ActionRequest, held: int | None = None) -> Attempt:  # noqa: ARG002
         """Write (limit) or remove (restore) the file; read back what it says."""
         limit = request.limit
         if limit is None:
@@ -30,10 +30,11 @@ class LeaseAction:
                 removed = wire.clear(self._context.limits_dir, limit.server)
                 return Attempt(outcome=Outcome.APPLIED if removed else Outcome.NOOP)
             return self._write(request)
-        except OSError as error:
+        except (OSError, wire.LeaseError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"read back as no lease ({error})"
             raise ActionError(
                 Outcome.FAILED,
-                f"{self._context.limits_dir}: {error.strerror}; it must be this user's directory, no symlink",
+                f"{self._context.limits_dir}: {reason}; it must be this user's directory, no link, not full",
             ) from error
 
     def _write(self, request: ActionRequest) -> Attempt:
@@ -49,7 +50,7 @@ class LeaseAction:
             max_running=limit.max_running,
             admit=limit.admit,
             compact=limit.compact,
-            reason=request.reason[: wire.MAX_REASON],
+            reason=request.rule.value if request.rule else request.reason,
         )
         wire.write(self._context.limits_dir, lease)
         written = wire.decode(wire.read_small(f"{self._context.limits_dir}/{limit.server}.json"))

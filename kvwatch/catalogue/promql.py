@@ -98,6 +98,10 @@ class Expr:
         """Keep the series that equal a number."""
         return self._binary("==", value)
 
+    def is_(self, value: float) -> Expr:
+        """1 for the series that equal a number, 0 for the others; none where there is no series."""
+        return self._binary("== bool", value)
+
     def gt(self, other: Expr | float, on: Sequence[str] | None = None) -> Expr:
         """Keep the series above a number or another series."""
         return self._binary(">", other, on)

@@ -107,7 +107,8 @@ def _first_with_processes(source: Source[HostGpus]) -> HostGpus:
 def _look_at_servers() -> Iterator[Found]:
     from kvwatch.sources.servers import registry
 
-    patterns = {kind: registry.process_patterns(kind) for kind in registry.kinds()}
+    kinds = [kind for kind in registry.kinds() if kind not in ("auto", "mapped")]  # these are no engines
+    patterns = {kind: registry.process_patterns(kind) for kind in kinds}
     taken: set[str] = set()
     for candidate in discovery.candidates(patterns):
         name = _name(candidate, taken)

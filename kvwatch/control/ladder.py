@@ -24,20 +24,47 @@ def advance(
 ) -> tuple[TargetState, ActionRequest | None, tuple[PlannedEvent, ...]]:
     """Decide, bound the decision, and hand out at most one request."""
     before = state
+    state, judged = _judge(target.lapse(state, now_s), view, now_s)
+    state = _follow(state, view, now_s)
+    unknown = view.why_not_fresh or _stop_unknown(state, view)
     refused = _refusal(state, view, mode)
     if refused:
-        state = _let_go(state, refused)
-        decision = refused
-    elif not view.fresh:
-        state = target.expire(state, now_s)
-        decision = f"unknown: {view.why_not_fresh}"
+        state, decision = target.let_go(state, refused), refused
+    elif _restarted(before, view):
+        decision = "the server restarted: what was decided before is void"
+        state = target.let_go(state, decision, quiet_until_s=now_s + target.QUIET_S)
+    elif unknown:
+        state, decision = target.expire(state, now_s), f"unknown: {unknown}"
     else:
         state, decision = _decide(state, view, now_s, wall_s)
-    events = _told(before, state, view, decision, mode)
+    events = (*_lapsed(before, state, now_s), *judged, *_told(before, state, view, decision, mode))
     state = replace(state, decision=decision)
-    state, judged = _judge(state, view, now_s)
-    state, due = target.carry_out(state, now_s, view.evidence(), fresh=view.fresh)
-    return state, due, (*events, *judged)
+    age_s = view.age_s or 0.0
+    state, due = target.carry_out(state, now_s, view.evidence(), fresh=not unknown, age_s=age_s)
+    return state, due, events
+
+
+def _follow(state: TargetState, view: View, now_s: float) -> TargetState:
+    """Note the server's restarts, and since when the limit has held nobody back."""
+    restarts = state.restarts if view.restarts is None else view.restarts
+    cap = None if state.limit is None else state.limit.max_running
+    binding = None if cap is None or view.engine is None else threshold.binds(view.engine, cap)
+    since_s = state.unbound_since_s if state.unbound_since_s is not None else now_s
+    return replace(
+        state, restarts=restarts, unbound_since_s=since_s if view.fresh and binding is False else None
+    )
+
+
+def _restarted(before: TargetState, view: View) -> bool:
+    counted = view.restarts is not None and before.restarts is not None
+    return before.limit is not None and counted and (view.restarts or 0) > (before.restarts or 0)
+
+
+def _stop_unknown(state: TargetState, view: View) -> str:
+    """Admission that a rule stopped opens on knowledge, not because the rule can no longer tell."""
+    if state.limit is None or state.limit.admit or state.rule is None or view.stopping is not None:
+        return ""
+    return "" if state.rule in view.known_rules else f"{state.rule.value}, which stopped admission"
 
 
 def _refusal(state: TargetState, view: View, mode: Mode) -> str:
@@ -54,37 +81,60 @@ def _refusal(state: TargetState, view: View, mode: Mode) -> str:
     return ""
 
 
-def _let_go(state: TargetState, reason: str) -> TargetState:
-    """Whatever was imposed is given back: no rule of this target holds any more."""
-    if state.limit is None:
-        return state
-    return replace(state, limit=None, rung=Rung.HOLD, reason=reason, judged=True)
-
-
 def _decide(state: TargetState, view: View, now_s: float, wall_s: float) -> tuple[TargetState, str]:
     """The policy's wish (or the stop of admission), cut down to what is allowed now."""
     if now_s < state.quiet_until_s:
         return state, "quiet after unknown data"
-    wish = _wish(state, view, now_s)
+    wish = _bounded(_wish(state, view, now_s), state, view)
     if wish.limit == state.limit:
         return state, wish.reason
-    held = _held(state, wish, now_s)
+    held = _held(state, wish, view, now_s)
     if held:
-        return state, f"{held}; would {_say(wish.limit)}"
-    moves = (*_recent(state, now_s), now_s)
-    state = replace(
-        state,
+        return state, f"{held}; would {_direction(state.limit, wish.limit)}"
+    recent = _recent(state, now_s)
+    moved = replace(
+        state if wish.limit is not None else target.let_go(state, wish.reason),
         limit=wish.limit,
         rung=wish.rung if wish.limit is not None else Rung.HOLD,
         rule=wish.rule,
         reason=wish.reason,
         moved_s=now_s,
-        moves=moves,
+        moves=(*recent, now_s) if _tightens(state.limit, wish.limit) else recent,
         since_wall_s=wall_s if state.limit is None else state.since_wall_s,
+        unbound_since_s=None,
         before=_figures(view),
         judged=False,
     )
-    return state, f"{_say(wish.limit)}: {wish.reason}"
+    return moved, f"{_say(wish.limit)}: {wish.reason}"
+
+
+def _bounded(wish: Decision, state: TargetState, view: View) -> Decision:
+    """Never below the floor and never above the ceiling; the server's own limit wins over the floor."""
+    if wish.limit is None or wish.limit.max_running is None:
+        return wish
+    number = max(wish.limit.max_running, state.settings.floor)
+    number = number if view.ceiling is None else min(number, view.ceiling)
+    return replace(wish, limit=replace(wish.limit, max_running=number))
+
+
+def _tightens(before: Limit | None, after: Limit | None) -> bool:
+    """Whether fewer requests may run or start than before."""
+    if after is None or before is None:
+        return after is not None
+    if before.admit != after.admit:
+        return before.admit
+    if after.max_running is None or before.max_running is None:
+        return after.max_running is not None
+    return after.max_running < before.max_running
+
+
+def _direction(before: Limit | None, after: Limit | None) -> str:
+    """What a move would do, without its figures: those change with every page."""
+    if after is None:
+        return "give the limit back"
+    if not after.admit:
+        return "stop admission"
+    return "tighten" if _tightens(before, after) else "loosen"
 
 
 def _wish(state: TargetState, view: View, now_s: float) -> Decision:
@@ -105,26 +155,29 @@ def _wish(state: TargetState, view: View, now_s: float) -> Decision:
 def _reopen(state: TargetState, view: View) -> Decision:
     """Admission opens at what runs now (at least the floor), not at once for the whole queue."""
     running = (view.engine.running if view.engine is not None else None) or 0
-    wanted = max(state.settings.floor, running)
-    if view.ceiling is not None:
-        wanted = min(wanted, view.ceiling)
     return Decision(
-        limit=Limit(server=view.server, max_running=wanted),
+        limit=Limit(server=view.server, max_running=max(state.settings.floor, running)),
         rung=Rung.RESTORE,
         reason="the device has room again: opening step by step",
         rule=state.rule,
     )
 
 
-def _held(state: TargetState, wish: Decision, now_s: float) -> str:
-    """Why a wish has to wait, or "". Stopping admission waits for nothing: the device would not either."""
+def _held(state: TargetState, wish: Decision, view: View, now_s: float) -> str:
+    """Why a wish has to wait, or "". Stopping admission waits for nothing: the device would not either.
+
+    Only moves that tighten are rationed: a release goes on, a step per cooldown.
+    """
     if wish.rung is Rung.STOP_ADMISSION:
         return ""
     if state.pending is not None:
         return "waiting for the last request"
-    if state.moved_s is not None and now_s - state.moved_s < state.settings.cooldown_s:
-        return "cooldown"
-    if wish.limit is not None and len(_recent(state, now_s)) >= state.settings.max_moves:
+    if state.moved_s is not None:
+        if now_s - state.moved_s < state.settings.cooldown_s:
+            return "cooldown"
+        if view.age_s is None or now_s - view.age_s <= state.moved_s:
+            return "no page since the last move"
+    if _tightens(state.limit, wish.limit) and len(_recent(state, now_s)) >= state.settings.max_moves:
         return f"{state.settings.max_moves} moves in {state.settings.moves_window_s:g} s already"
     return ""
 
@@ -140,6 +193,16 @@ def _say(limit: Limit | None) -> str:
     if not limit.admit:
         parts.append("stop admission")
     return " and ".join(parts) or "no limit"
+
+
+def _lapsed(before: TargetState, after: TargetState, now_s: float) -> tuple[PlannedEvent, ...]:
+    """Say that a lease ran out, by itself or because its data is unknown."""
+    if before.in_force is None or before.expires_s is None or now_s < before.expires_s:
+        return ()
+    if after.in_force is not None and (before.limit is None or after.limit is not None):
+        return ()
+    message = f"{before.server}: the limit has run out ({_say(before.in_force)})"
+    return (PlannedEvent(kind="lease", message=message, scope=Scope(server=before.server)),)
 
 
 def _told(

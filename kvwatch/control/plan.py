@@ -19,9 +19,10 @@ __all__ = ["ControlState", "Planned", "PlannedEvent", "initial", "plan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlState:
-    """What control remembers from one tick to the next: a state per limited server."""
+    """What control remembers: a state per limited server, and the worst level told per rule and scope."""
 
     targets: Mapping[str, TargetState] = field(default_factory=dict)
+    worst: notices.Worst = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +69,12 @@ def plan(
             due.append(request)
         if server in staying or current.holds_something:
             kept[server] = current
-    due += notices.due(verdicts, settings, clock.mono_s)
+    worst, told_of = notices.due(state.worst, verdicts, settings, clock.mono_s)
+    due += told_of
     limits = tuple(_report(kept[server], snapshot, clock) for server in kept)
-    return Planned(state=ControlState(targets=kept), limits=limits, due=tuple(due), events=tuple(events))
+    return Planned(
+        state=ControlState(targets=kept, worst=worst), limits=limits, due=tuple(due), events=tuple(events)
+    )
 
 
 def _reconciled(targets: Mapping[str, TargetState], settings: Settings) -> Mapping[str, TargetState]:
@@ -101,7 +105,7 @@ def _as_configured(current: TargetState, configured: TargetSettings | None, sett
 
 def _leave(current: TargetState, now_s: float) -> tuple[TargetState, ActionRequest | None]:
     """A target that is no longer configured as it was gives everything back."""
-    current = replace(current, limit=None, reason="the configuration changed")
+    current = target.let_go(current, "the configuration changed")
     return target.carry_out(current, now_s, {}, fresh=False)
 
 
@@ -121,5 +125,5 @@ def _report(state: TargetState, snapshot: Snapshot, clock: TickClock) -> LimitRe
         dry_run=state.dry_run,
         would_be=state.limit if state.dry_run else None,
         wanted=state.limit,
-        outstanding=bool(state.touched) and not state.self_expiring,
+        outstanding=bool(state.touched) and not state.dry_run and not state.self_expiring,
     )

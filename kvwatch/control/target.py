@@ -12,10 +12,13 @@ from kvwatch.model.settings import ActionSettings, TargetSettings
 
 # After a limit ended because its data went unknown, nothing is imposed for this long (the contract).
 QUIET_S = 120.0
-# A lease is renewed this many times in its length, so that one lost renewal does not end it.
+# A lease is renewed this many times in its length, so that one lost renewal does not end it. Levers
+# without an end of their own are told as often: they may have been restarted and have forgotten.
 RENEWALS = 3
 RETRY_FIRST_S = 2.0
 RETRY_LONGEST_S = 60.0
+# A lever that failed may hold something all the same; it is given back this often until it succeeds.
+STRAY_RETRY_S = 60.0
 HOOK_DEADLINE_S = 5.0
 _GOOD = (Outcome.APPLIED, Outcome.NOOP, Outcome.DRY_RUN)
 
@@ -36,6 +39,7 @@ class Pending:
     request_id: str
     event: EventKind
     limit: Limit
+    expires_in_s: float | None = None
     renewal: bool = False
 
 
@@ -45,6 +49,7 @@ class TargetState:
 
     `limit` is what should be in force, `in_force` what the lever confirmed. `touched` are the
     levers that may hold something of ours; each is given back before the target is done.
+    `unbound_since_s` is since when the limit has held nobody back. `restarts` is the server's count.
     """
 
     settings: TargetSettings
@@ -59,10 +64,13 @@ class TargetState:
     renewed_s: float | None = None
     self_expiring: bool = True  # of the lever in use, as its last result said
     moved_s: float | None = None
-    moves: tuple[float, ...] = ()
+    moves: tuple[float, ...] = ()  # times of the moves that tightened
     quiet_until_s: float = 0.0
     retry_at_s: float = 0.0
     failures: int = 0
+    stray_at_s: float = 0.0
+    unbound_since_s: float | None = None
+    restarts: int | None = None
     since_wall_s: float | None = None
     reason: str = ""
     rule: RuleId | None = None
@@ -82,6 +90,40 @@ class TargetState:
         return self.in_force is not None or bool(self.touched) or self.pending is not None
 
 
+def let_go(state: TargetState, reason: str, *, quiet_until_s: float | None = None) -> TargetState:
+    """Want no limit any more. Giving back starts at once, whatever pause a failed limit had earned."""
+    if state.limit is None:
+        return state
+    return replace(
+        state,
+        limit=None,
+        rung=Rung.HOLD,
+        reason=reason,
+        judged=True,
+        retry_at_s=0.0,
+        failures=0,
+        unbound_since_s=None,
+        quiet_until_s=state.quiet_until_s if quiet_until_s is None else quiet_until_s,
+    )
+
+
+def expire(state: TargetState, now_s: float) -> TargetState:
+    """End a limit on unknown data once its time has passed, and one that was never confirmed at once.
+
+    Nothing is imposed for a while afterwards.
+    """
+    if state.expires_s is not None and now_s < state.expires_s:
+        return state
+    return let_go(state, "expired: its data is unknown", quiet_until_s=now_s + QUIET_S)
+
+
+def lapse(state: TargetState, now_s: float) -> TargetState:
+    """A lease that was not renewed in time has ended by itself: it is no longer in force."""
+    if not state.self_expiring or state.in_force is None or state.expires_s is None:
+        return state
+    return replace(state, in_force=None) if now_s >= state.expires_s else state
+
+
 def absorb(state: TargetState, result: ActionResult, now_s: float) -> TargetState:
     """Take in what came of the pending request; results of other requests change nothing."""
     pending = state.pending
@@ -99,27 +141,40 @@ def _succeeded(state: TargetState, pending: Pending, result: ActionResult) -> Ta
     state = replace(state, failures=0, retry_at_s=0.0)
     if pending.event is EventKind.RESTORE:
         touched = tuple(step for step in state.touched if step != result.step)
-        return replace(state, touched=touched, in_force=None if not touched else state.in_force)
-    expires_s = result.started_s + state.settings.lease_s
+        in_force = None if result.step == state.via or not touched else state.in_force
+        return replace(state, touched=touched, in_force=in_force)
     return replace(
         state,
         in_force=pending.limit,
-        expires_s=expires_s,
-        self_expiring=result.self_expiring or state.dry_run,
+        expires_s=result.started_s + (pending.expires_in_s or 0.0),
+        self_expiring=result.self_expiring,
     )
 
 
 def _failed(state: TargetState, pending: Pending, result: ActionResult, now_s: float) -> TargetState:
-    """Try the next lever at once; when none is left, begin again after a growing pause."""
-    if pending.event is EventKind.LIMIT and result.step + 1 < len(state.settings.via):
-        return replace(state, via=result.step + 1)
+    """Try the next lever at once; when none is left, begin again after a growing pause.
+
+    A renewal that still has time is first tried again on its own lever: one hiccup moves no second one.
+    """
+    if pending.event is EventKind.RESTORE:
+        return _restore_failed(state, result, now_s)
     pause_s = min(RETRY_FIRST_S * 2.0 ** min(state.failures, 10), RETRY_LONGEST_S)
-    return replace(
-        state,
-        via=0 if pending.event is EventKind.LIMIT else state.via,
-        failures=state.failures + 1,
-        retry_at_s=now_s + pause_s,
-    )
+    paused = replace(state, failures=state.failures + 1, retry_at_s=now_s + pause_s)
+    if pending.renewal and state.expires_s is not None and now_s + pause_s < state.expires_s:
+        return paused
+    if result.step + 1 < len(state.settings.via):
+        return replace(state, via=result.step + 1)
+    return replace(paused, via=0)
+
+
+def _restore_failed(state: TargetState, result: ActionResult, now_s: float) -> TargetState:
+    """The others are given back first. A stray's failure does not hold up the limit that stands."""
+    others = tuple(step for step in state.touched if step != result.step)
+    state = replace(state, touched=(*others, result.step))
+    if state.limit is not None:
+        return state
+    pause_s = min(RETRY_FIRST_S * 2.0 ** min(state.failures, 10), RETRY_LONGEST_S)
+    return replace(state, failures=state.failures + 1, retry_at_s=now_s + pause_s)
 
 
 def request(
@@ -130,6 +185,7 @@ def request(
     now_s: float,
     step: int,
     evidence: Mapping[str, object],
+    expires_in_s: float | None = None,
     renewal: bool = False,
 ) -> tuple[TargetState, ActionRequest]:
     """Hand out one request and remember that it is out.
@@ -147,7 +203,7 @@ def request(
         scope=Scope(server=state.server),
         level=Level.UNKNOWN,
         limit=limit,
-        expires_in_s=state.settings.lease_s if event is EventKind.LIMIT else None,
+        expires_in_s=expires_in_s,
         deadline_s=deadline_s(action),
         reason=state.reason,
         evidence=evidence,
@@ -155,16 +211,16 @@ def request(
         dry_run=state.dry_run,
         step=step,
     )
-    touched = state.touched
-    if event is EventKind.LIMIT and not state.dry_run and step not in touched:
-        touched = (*touched, step)
-    pending = Pending(request_id=made.request_id, event=event, limit=limit, renewal=renewal)
+    imposing = event is EventKind.LIMIT
+    pending = Pending(
+        request_id=made.request_id, event=event, limit=limit, expires_in_s=expires_in_s, renewal=renewal
+    )
     state = replace(
         state,
         pending=pending,
         number=state.number + 1,
-        touched=touched,
-        renewed_s=now_s if event is EventKind.LIMIT else state.renewed_s,
+        touched=(*state.touched, step) if imposing and step not in state.touched else state.touched,
+        renewed_s=now_s if imposing else state.renewed_s,
     )
     return state, made
 
@@ -176,11 +232,11 @@ def deadline_s(action: ActionSettings) -> float:
 
 
 def carry_out(
-    state: TargetState, now_s: float, evidence: Mapping[str, object], *, fresh: bool
+    state: TargetState, now_s: float, evidence: Mapping[str, object], *, fresh: bool, age_s: float = 0.0
 ) -> tuple[TargetState, ActionRequest | None]:
     """The one request, if any, that brings what is in force to what should be.
 
-    Limits are only imposed and renewed on fresh input; giving back needs none.
+    Limits are only imposed and renewed on fresh input, `age_s` old; giving back needs none.
     """
     if state.pending is not None or now_s < state.retry_at_s:
         return state, None
@@ -190,7 +246,7 @@ def carry_out(
         return state, None
     renewal = state.limit == state.in_force
     if renewal and not _renewal_due(state, now_s):
-        return _extended(state, now_s), None
+        return _give_back_stray(state, now_s, evidence)
     return request(
         state,
         event=EventKind.LIMIT,
@@ -198,56 +254,42 @@ def carry_out(
         now_s=now_s,
         step=state.via,
         evidence=evidence,
+        expires_in_s=_lease_s(state, age_s),
         renewal=renewal,
     )
 
 
+def _lease_s(state: TargetState, age_s: float) -> float:
+    """A limit ends a lease after the page it stands on, not after the request: data that is lost at once
+    is outlived by no more than that. Half a lease is kept for servers that are polled very slowly."""
+    lease_s = state.settings.lease_s
+    return round(max(lease_s - age_s, lease_s / 2), 3)
+
+
 def _renewal_due(state: TargetState, now_s: float) -> bool:
-    """A lease is renewed well within its length; a lever that keeps what it was told is only told
-    again now and then, in case it was restarted and has forgotten."""
-    settings = state.settings
-    every_s = (
-        settings.lease_s / RENEWALS if state.self_expiring else max(settings.lease_s, settings.cooldown_s)
-    )
-    return state.renewed_s is None or now_s - state.renewed_s >= every_s
-
-
-def _extended(state: TargetState, now_s: float) -> TargetState:
-    """Fresh data prolongs what a lever without an end of its own may go on holding."""
-    if state.self_expiring:
-        return state
-    return replace(state, expires_s=now_s + state.settings.lease_s)
+    return state.renewed_s is None or now_s - state.renewed_s >= state.settings.lease_s / RENEWALS
 
 
 def _give_back(
     state: TargetState, now_s: float, evidence: Mapping[str, object]
 ) -> tuple[TargetState, ActionRequest | None]:
-    if state.dry_run:
-        return replace(state, in_force=None, touched=(), expires_s=None), None
     if not state.touched:
-        return replace(state, in_force=None, expires_s=None), None
-    return request(
-        state,
-        event=EventKind.RESTORE,
-        limit=Limit(server=state.server),
-        now_s=now_s,
-        step=state.touched[0],
-        evidence=evidence,
-    )
+        return replace(state, in_force=None, expires_s=None, via=0), None
+    return _restore(state, state.touched[0], now_s, evidence)
 
 
-def expire(state: TargetState, now_s: float) -> TargetState:
-    """End a limit on unknown data once its time has passed, and one that was never confirmed at once.
+def _give_back_stray(
+    state: TargetState, now_s: float, evidence: Mapping[str, object]
+) -> tuple[TargetState, ActionRequest | None]:
+    """A lever that failed before another one worked may hold an older, lower limit: only one may limit."""
+    stray = next((step for step in state.touched if step != state.via), None)
+    if stray is None or now_s < state.stray_at_s:
+        return state, None
+    return _restore(replace(state, stray_at_s=now_s + STRAY_RETRY_S), stray, now_s, evidence)
 
-    Nothing is imposed for a while afterwards.
-    """
-    if state.limit is None or (state.expires_s is not None and now_s < state.expires_s):
-        return state
-    return replace(
-        state,
-        limit=None,
-        rung=Rung.HOLD,
-        quiet_until_s=now_s + QUIET_S,
-        reason="expired",
-        judged=True,
-    )
+
+def _restore(
+    state: TargetState, step: int, now_s: float, evidence: Mapping[str, object]
+) -> tuple[TargetState, ActionRequest]:
+    nothing = Limit(server=state.server)
+    return request(state, event=EventKind.RESTORE, limit=nothing, now_s=now_s, step=step, evidence=evidence)

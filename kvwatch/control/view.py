@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvwatch.control.target import Rung
 from kvwatch.model.action import Limit
-from kvwatch.model.level import Level, RuleId, Verdict
+from kvwatch.model.level import Level, Reason, RuleId, Verdict
 from kvwatch.model.report import Snapshot, TickClock
 from kvwatch.model.settings import Settings, TargetSettings
 from kvwatch.model.signal import EngineSignals, ServerSignals, Signals
@@ -16,6 +16,8 @@ from kvwatch.model.signal import EngineSignals, ServerSignals, Signals
 MIN_SAMPLES = 2
 # Rules whose red means that the device itself may run out: no new request may start.
 STOPPING_RULES = (RuleId.DEVICE_HEADROOM, RuleId.LARGEST_ALLOCATABLE)
+# A level that is only held, or said to be red, because its input is stale is no ground to act on.
+_CURRENT = (Reason.BELOW, Reason.CROSSED, Reason.CAPPED, Reason.HOLDING, Reason.PENDING)
 FRESH_PERIODS = 3
 
 
@@ -35,6 +37,7 @@ class View:
 
     `fresh` is false when any input is unknown, stale or single-sample: then nothing may be
     decided. `ceiling` is the highest limit allowed (None: the server does not tell its own).
+    `known_rules` are the stopping rules whose level is current; `restarts` counts the server's.
     """
 
     server: str
@@ -43,6 +46,8 @@ class View:
     engine: EngineSignals | None = None  # the engine with the highest usage: limits are per engine
     ceiling: int | None = None
     stopping: Verdict | None = None
+    known_rules: frozenset[RuleId] = frozenset()
+    restarts: int | None = None
     age_s: float | None = None
 
     def evidence(self) -> Mapping[str, object]:
@@ -90,13 +95,19 @@ def look(
     problem = _problem(target.server, server, age_s, snapshot, settings)
     engines = () if server is None else server.engines
     known = [engine for engine in engines if engine.kv_usage_ratio is not None]
+    stopping = _stopping_verdicts(target.server, server, verdicts)
     return View(
         server=target.server,
         fresh=problem == "",
         why_not_fresh=problem,
         engine=max(known, key=lambda engine: engine.kv_usage_ratio or 0.0, default=None),
-        ceiling=target.ceiling if target.ceiling is not None else own_limit(target.server, snapshot),
-        stopping=_stopping(target.server, server, verdicts),
+        ceiling=min(
+            (bound for bound in (target.ceiling, own_limit(target.server, snapshot)) if bound is not None),
+            default=None,
+        ),
+        stopping=next((verdict for verdict in stopping if verdict.level is Level.RED), None),
+        known_rules=frozenset(verdict.rule for verdict in stopping),
+        restarts=sum(engine.restarts_total for engine in engines) if engines else None,
         age_s=age_s,
     )
 
@@ -121,7 +132,7 @@ def _problem(
     if server is None or age_s is None or status is None:
         return "no sample yet"
     if age_s > FRESH_PERIODS * configured.period_s:
-        return f"the last good page is {age_s:.1f} s old"
+        return "the last good page is too old"
     if not status.up:
         return "the last poll failed"
     if not server.engines or any(engine.samples < MIN_SAMPLES for engine in server.engines):
@@ -131,12 +142,16 @@ def _problem(
     return ""
 
 
-def _stopping(name: str, server: ServerSignals | None, verdicts: tuple[Verdict, ...]) -> Verdict | None:
-    """A red verdict that says the device may run out, on this server or on one of its GPUs."""
+def _stopping_verdicts(
+    name: str, server: ServerSignals | None, verdicts: tuple[Verdict, ...]
+) -> list[Verdict]:
+    """Current verdicts on whether the device may run out, for this server or one of its GPUs."""
     uuids = () if server is None else server.gpu_uuids
-    for verdict in verdicts:
-        if verdict.rule not in STOPPING_RULES or verdict.level is not Level.RED:
-            continue
-        if verdict.scope.server == name or (verdict.scope.uuid and verdict.scope.uuid in uuids):
-            return verdict
-    return None
+    return [
+        verdict
+        for verdict in verdicts
+        if verdict.rule in STOPPING_RULES
+        and verdict.level is not Level.UNKNOWN
+        and verdict.reason in _CURRENT
+        and (verdict.scope.server == name or (verdict.scope.uuid and verdict.scope.uuid in uuids))
+    ]

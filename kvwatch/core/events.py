@@ -89,8 +89,7 @@ def _levels(state: CoreState, report: TickReport) -> Iterator[_Found]:
     for verdict in report.verdicts:
         if verdict.since_s != report.clock.mono_s:
             continue
-        before = state.levels.levels.get(verdict.rule, {}).get(verdict.scope)
-        level = before.level if before is not None else Level.UNKNOWN
+        level = state.levels.level(verdict.rule, verdict.scope)
         if level is not verdict.level:
             yield _level(verdict, level, report.signals)
 

@@ -55,7 +55,7 @@ def fresh_samples(snapshot: Snapshot, settings: Settings, clock: TickClock) -> F
         gpu_sources=frozenset(
             name
             for name, sample in snapshot.gpus.items()
-            if name not in paused and freshness.gpu_fresh(sample, clock)
+            if name not in paused and freshness.gpu_fresh(sample, clock, sources.get(name))
         ),
         servers=frozenset(
             server.name

@@ -12,7 +12,8 @@ from kvwatch.actions.base import Context
 from kvwatch.daemon import maintenance
 from kvwatch.daemon.board import Board
 from kvwatch.daemon.clock import RealClock
-from kvwatch.daemon.dispatcher import Dispatcher, give_back_all, restore_request
+from kvwatch.daemon.dispatcher import Dispatcher
+from kvwatch.daemon.giveback import give_back_all, restore_request
 from kvwatch.daemon.lifecycle import Lifecycle
 from kvwatch.daemon.notify import Notifier
 from kvwatch.daemon.outstanding import Outstanding
@@ -28,6 +29,10 @@ log = logging.getLogger("kvwatch")
 
 # A new sample wakes the loop, but two ticks are at least this far apart (docs/adr/0002).
 MIN_SPACING_S = 0.02
+# ... and further where a tick is dear (many servers): deciding takes at most about 1/20 of a core.
+SPACING_PER_TICK = 20
+# Where nothing has changed, time alone moves only timers of seconds: one tick a second is enough.
+IDLE_TICK_S = 1.0
 HOUSEKEEPING_S = 0.5
 # A tick is late when it starts this many periods after its time (the rule of metrics-server's liveness).
 LATE_PERIODS = 1.5
@@ -92,6 +97,9 @@ class App:
         self._reload_lock = threading.Lock()  # one reload at a time
         self._published: TickReport | None = None
         self._last_tick_s = self._clock.mono_s()
+        self._spacing_s = MIN_SPACING_S
+        self._seen: tuple[int, ShellStatus] | None = None
+        self._stepped_s = -IDLE_TICK_S
         self._housekept_s = -HOUSEKEEPING_S
         self._core_failures = 0
         now = self._clock.wall_s()
@@ -140,7 +148,7 @@ class App:
 
     def run(self) -> int:
         """Tick until asked to stop; the exit status."""
-        for problem in give_back_all(self._context, self._outstanding, ORPHAN_DEADLINE_S):
+        for problem in give_back_all(self._context, self._outstanding, longest_s=ORPHAN_DEADLINE_S):
             log.error("left by an earlier run: %s", problem)
         self._orphans_tried_s = self._clock.mono_s()
         self._watchlist.apply(self._settings)
@@ -169,7 +177,7 @@ class App:
         now_s = self._clock.mono_s()
         if next_tick_s > now_s:
             self._board.changed.wait(next_tick_s - now_s)
-        early_s = self._last_tick_s + MIN_SPACING_S - self._clock.mono_s()
+        early_s = self._last_tick_s + self._spacing_s - self._clock.mono_s()
         if early_s > 0:
             threading.Event().wait(early_s)
         self._board.changed.clear()
@@ -186,6 +194,8 @@ class App:
         """One whole tick; False when the core is beyond help."""
         self._last_tick_s = now_s
         self._housekeep(now_s)
+        if not self._has_news(now_s):
+            return True
         snapshot = self._board.snapshot(now_s, self._shell)
         try:
             self._state, report = core.step(
@@ -195,6 +205,8 @@ class App:
             log.exception("bug in the core; its history is dropped")
             return self._begin_again()
         self._core_failures = 0
+        took_s = self._clock.mono_s() - now_s
+        self._spacing_s = min(max(MIN_SPACING_S, SPACING_PER_TICK * took_s), self._settings.tick_s)
         self._published = report  # before the requests go out: a lane re-reads it just before acting
         for request in report.due:
             if not self._dispatcher.offer(request):
@@ -203,6 +215,21 @@ class App:
         if report.events:
             self._event_log.add(report.events)
             self._on_events(report.events)
+        return True
+
+    def _has_news(self, now_s: float) -> bool:
+        """Whether this tick can find anything: a new sample, a result, a limit in force, or a second gone."""
+        seen = (self._board.version, self._shell)
+        report = self._published
+        idle = (
+            seen == self._seen
+            and now_s - self._stepped_s < IDLE_TICK_S
+            and not self._dispatcher.has_results
+            and (report is None or not any(found.wanted or found.active for found in report.limits))
+        )
+        if idle:
+            return False
+        self._seen, self._stepped_s = seen, now_s
         return True
 
     def _begin_again(self) -> bool:

@@ -37,17 +37,28 @@ class Board:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
+        self.version = 0  # grows with every change, so that a look at the board can be saved
         self.changed = threading.Event()
 
     def register(self, source: str, expected_period_s: float, deadline_s: float) -> None:
         """Announce a source, so that it is listed before its first answer."""
         with self._lock:
             self._entries[source] = _Entry(source, expected_period_s, deadline_s)
+            self.version += 1
 
     def forget(self, source: str) -> None:
         """Drop a source that is no longer configured."""
         with self._lock:
             self._entries.pop(source, None)
+            self.version += 1
+
+    def seed(self, sample: Sample[Any]) -> None:
+        """Put what is remembered from an earlier run: shown as stale, never counted as a reading."""
+        with self._lock:
+            entry = self._entries.get(sample.source)
+            if entry is not None and entry.good is None:
+                entry.good = sample
+                self.version += 1
 
     def begin(self, source: str, now_s: float) -> None:
         """A poll of this source starts."""
@@ -62,6 +73,7 @@ class Board:
             entry = self._entries.get(sample.source)
             if entry is None:
                 return
+            self.version += 1
             entry.busy_since_s = None
             entry.last_took_s = sample.took_s
             entry.failure = sample.failure
@@ -96,17 +108,18 @@ class Board:
 def _status(entry: _Entry, now_s: float) -> SourceStatus:
     overdue = entry.busy_since_s is not None and now_s - entry.busy_since_s > entry.deadline_s + STUCK_GRACE_S
     failure = entry.failure
+    read = entry.good if entry.good_total > 0 else None
     stuck = overdue or (failure is not None and failure.kind is FailureKind.STUCK)
     return SourceStatus(
         source=entry.source,
         period_s=entry.expected_period_s,
-        up=failure is None and entry.good is not None and not stuck,
+        up=failure is None and entry.good_total > 0 and not stuck,
         stuck=stuck,
         good_total=entry.good_total,
         good_streak=entry.good_streak,
         errors_total=entry.errors_total,
-        last_success_s=None if entry.good is None else entry.good.observed_s,
-        last_success_wall_s=None if entry.good is None else entry.good.wall_s,
+        last_success_s=None if read is None else read.observed_s,
+        last_success_wall_s=None if read is None else read.wall_s,
         last_took_s=entry.last_took_s,
         failure=failure,
         paused=failure is not None and failure.kind is FailureKind.PAUSED,

@@ -8,19 +8,82 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvwatch.actions import base
 from kvwatch.actions.base import Action, ActionError, Attempt, Context
+from kvwatch.daemon.giveback import give_back_all
 from kvwatch.daemon.outstanding import Entry, Outstanding
-from kvwatch.model.action import ActionRequest, ActionResult, EventKind, Limit, Outcome
+from kvwatch.model.action import ActionRequest, ActionResult, EventKind, Outcome
 
 log = logging.getLogger("kvwatch.dispatcher")
 
 # A lane holds a restore behind a limit and a few notices; more would be stale before their turn.
 LANE_LENGTH = 8
-# At stop every lever is given back within this time; what is left is for `kvwatch restore`.
+# A lane that has had nothing to do for this long ends its thread; the next request starts it again.
+LANE_IDLE_S = 60.0
+# At stop, limits under way are broken off and levers given back within this time each; what is left is
+# for `kvwatch restore`. Notices under way get the same time to finish.
 STOP_DEADLINE_S = 3.0
+MAX_ACTIONS = 256
+
+
+class _Lane:
+    """One target's queue and its thread: one request at a time, in the order they came."""
+
+    def __init__(self, name: str, work: Callable[[ActionRequest], None], idle_s: float) -> None:
+        self._name = name
+        self._work = work
+        self._idle_s = idle_s
+        self._lock = threading.Lock()  # protects the thread's end against an offer at the same moment
+        self._queue: queue.Queue[ActionRequest | None] = queue.Queue(maxsize=LANE_LENGTH)
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def offer(self, request: ActionRequest) -> bool:
+        """Queue one; False when full."""
+        with self._lock:
+            try:
+                self._queue.put_nowait(request)
+            except queue.Full:
+                return False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"act-{self._name}", daemon=True)
+                self._thread.start()
+        return True
+
+    def stop(self) -> None:
+        """End the thread as soon as it has nothing to do."""
+        self._stopped = True
+        try:
+            self._queue.put_nowait(None)  # wakes it; a full queue needs no waking
+        except queue.Full:
+            return
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end; False when it takes longer."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(max(0.0, timeout_s))
+        return thread is None or not thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            request = self._next()
+            if request is not None:
+                self._work(request)
+                continue
+            with self._lock:
+                if self._queue.empty():
+                    self._thread = None
+                    return
+
+    def _next(self) -> ActionRequest | None:
+        try:
+            return self._queue.get(timeout=0.0 if self._stopped else self._idle_s)
+        except queue.Empty:
+            return None
 
 
 class Dispatcher:
@@ -37,13 +100,15 @@ class Dispatcher:
         still_wanted: Callable[[ActionRequest], bool],
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        lane_idle_s: float = LANE_IDLE_S,
     ) -> None:
         self._context = context
         self._outstanding = outstanding
         self._still_wanted = still_wanted
         self._monotonic = monotonic
         self._wall = wall
-        self._lanes: dict[str, queue.Queue[ActionRequest | None]] = {}
+        self._lane_idle_s = lane_idle_s
+        self._lanes: dict[str, _Lane] = {}
         self._actions: dict[str, Action] = {}
         self._finished: deque[ActionResult] = deque(maxlen=1000)
         self._last_bug = ""
@@ -52,18 +117,17 @@ class Dispatcher:
         """Queue one request on its target's lane; False when the lane is full. Never waits."""
         lane = self._lanes.get(request.target)
         if lane is None:
-            lane = self._lanes[request.target] = queue.Queue(maxsize=LANE_LENGTH)
-            threading.Thread(
-                target=self._work, args=(lane,), name=f"act-{request.target}", daemon=True
-            ).start()
-        try:
-            lane.put_nowait(request)
-        except queue.Full:
-            self._finish(
-                request, self._monotonic(), Attempt(outcome=Outcome.FAILED, detail="lane full: dropped")
-            )
-            return False
-        return True
+            lane = self._lanes[request.target] = _Lane(request.target, self._carry_out, self._lane_idle_s)
+        if not self._context.stopping.is_set() and lane.offer(request):
+            return True
+        attempt = Attempt(outcome=Outcome.FAILED, detail="dropped: the lane is full, or kvwatch stops")
+        self._finish(request, self._monotonic(), attempt)
+        return False
+
+    @property
+    def has_results(self) -> bool:
+        """Whether `finished` would hand anything back."""
+        return bool(self._finished)
 
     def finished(self) -> tuple[ActionResult, ...]:
         """Results since the last call."""
@@ -73,26 +137,31 @@ class Dispatcher:
         return tuple(found)
 
     def close(self) -> None:
-        """Give back everything that does not end by itself, within the stop deadline, and all leases."""
-        for lane in self._lanes.values():
-            try:
-                lane.put_nowait(None)
-            except queue.Full:
-                continue
-        give_back_all(self._context, self._outstanding, STOP_DEADLINE_S)
+        """Break off limits under way, then give back everything that is out, and all leases.
 
-    def _work(self, lane: queue.Queue[ActionRequest | None]) -> None:
-        while (request := lane.get()) is not None:
-            started_s = self._monotonic()
-            self._finish(request, started_s, self._attempt(request))
+        Nothing is imposed from here on: what is queued is skipped, and a lane that moves a lever
+        holds its lock, for which the giving back waits.
+        """
+        self._context.stopping.set()
+        for lane in self._lanes.values():
+            lane.stop()
+        acting = [lane for target, lane in self._lanes.items() if target.startswith("limit/")]
+        _join(acting, STOP_DEADLINE_S)
+        for problem in give_back_all(self._context, self._outstanding, longest_s=STOP_DEADLINE_S):
+            log.error("limit not given back at stop: %s", problem)
+        _join(self._lanes.values(), STOP_DEADLINE_S)
+
+    def _carry_out(self, request: ActionRequest) -> None:
+        started_s = self._monotonic()
+        self._finish(request, started_s, self._attempt(request))
 
     def _attempt(self, request: ActionRequest) -> Attempt:
         """Carry out one request; every failure becomes an outcome."""
         if request.dry_run:
             return Attempt(outcome=Outcome.DRY_RUN)
-        if not self._still_wanted(request):
-            return Attempt(outcome=Outcome.SKIPPED_RECOVERED)
         try:
+            if not self._wanted(request):
+                return Attempt(outcome=Outcome.SKIPPED_RECOVERED)
             return self._perform(request)
         except ActionError as error:
             return Attempt(outcome=error.outcome, detail=str(error))
@@ -101,6 +170,12 @@ class Dispatcher:
                 log.exception("bug in an action", extra={"action": request.action})
             self._last_bug = repr(error)
             return Attempt(outcome=Outcome.FAILED, detail=f"bug in this action: {error!r}")
+
+    def _wanted(self, request: ActionRequest) -> bool:
+        """After the stop has begun no limit is imposed any more."""
+        if request.event is EventKind.LIMIT and self._context.stopping.is_set():
+            return False
+        return self._still_wanted(request)
 
     def _perform(self, request: ActionRequest) -> Attempt:
         action = self._action(request)
@@ -112,10 +187,24 @@ class Dispatcher:
             params=request.params,
             since_wall_s=self._wall(),
         )
-        if request.event is EventKind.RESTORE:
-            attempt = action.perform(request)
-            self._outstanding.remove(entry)
-            return attempt
+        with self._outstanding.lever(entry, request.deadline_s) as (held, had):
+            if request.event is EventKind.RESTORE:
+                attempt = action.perform(request, held)
+                if had:
+                    self._outstanding.remove(entry)
+                return attempt
+            return self._impose(action, request, entry, held, had=had)
+
+    def _impose(
+        self, action: Action, request: ActionRequest, entry: Entry, held: int | None, *, had: bool
+    ) -> Attempt:
+        """Move a lever that has no end of its own: noted on disk first, and nobody else at it."""
+        if not had:
+            raise ActionError(
+                Outcome.REFUSED, "another program of ours is still at this lever (or its lock cannot be had)"
+            )
+        if not self._wanted(request):
+            return Attempt(outcome=Outcome.SKIPPED_RECOVERED)
         try:
             self._outstanding.add(entry)
         except OSError as error:
@@ -123,16 +212,19 @@ class Dispatcher:
                 Outcome.REFUSED,
                 f"the limit could not be noted for giving back ({error.strerror}), so it was not imposed",
             ) from error
-        return action.perform(request)
+        return action.perform(request, held)
 
     def _action(self, request: ActionRequest) -> Action:
         key = f"{request.action} {json.dumps(request.params, sort_keys=True, default=list)}"
         action = self._actions.get(key)
         if action is None:
+            if len(self._actions) >= MAX_ACTIONS:  # only after very many reloads
+                self._actions.clear()
             action = self._actions[key] = base.create(request.action, request.params, self._context)
         return action
 
     def _finish(self, request: ActionRequest, started_s: float, attempt: Attempt) -> None:
+        known = request.action in base.kinds()
         self._finished.append(
             ActionResult(
                 request_id=request.request_id,
@@ -146,69 +238,13 @@ class Dispatcher:
                 detail=attempt.detail,
                 limit=request.limit,
                 read_back=attempt.read_back,
-                self_expiring=base.is_self_expiring(request.action)
-                if request.action in base.kinds()
-                else False,
+                self_expiring=known and base.is_self_expiring(request.action),
                 step=request.step,
             )
         )
 
 
-def give_back_all(context: Context, outstanding: Outstanding, deadline_s: float) -> list[str]:
-    """Clear every lease and restore every outstanding lever at once; the problems, one line each."""
-    problems = clear_leases(context)
-    done: deque[str] = deque()
-    threads = [
-        threading.Thread(target=_give_back, args=(context, outstanding, entry, deadline_s, done), daemon=True)
-        for entry in outstanding.entries()
-    ]
-    for thread in threads:
-        thread.start()
-    end_s = time.monotonic() + deadline_s + 2.0
-    for thread in threads:
-        thread.join(max(0.0, end_s - time.monotonic()))
-    return problems + list(done)
-
-
-def clear_leases(context: Context) -> list[str]:
-    """Remove every lease file; a directory that is not there holds none."""
-    from kvwatch import wire
-
-    problems = []
-    try:
-        names = [path.stem for path in context.limits_dir.glob("*.json")]
-    except OSError as error:
-        return [f"{context.limits_dir}: {error.strerror}"]
-    for name in names:
-        try:
-            wire.clear(context.limits_dir, name)
-        except OSError as error:
-            problems.append(f"{context.limits_dir}/{name}.json: {error.strerror}")
-    return problems
-
-
-def restore_request(entry: Entry, deadline_s: float) -> ActionRequest:
-    """The request that gives one entry back, on the lane of its server."""
-    return ActionRequest(
-        request_id=f"restore-{entry.server}-{int(time.time() * 1000)}",
-        target=f"limit/{entry.server}",
-        action=entry.action,
-        params=entry.params,
-        event=EventKind.RESTORE,
-        limit=Limit(server=entry.server),
-        deadline_s=deadline_s,
-        reason="kvwatch stops or was not running",
-    )
-
-
-def _give_back(
-    context: Context, outstanding: Outstanding, entry: Entry, deadline_s: float, problems: deque[str]
-) -> None:
-    request = restore_request(entry, deadline_s)
-    try:
-        base.create(entry.action, entry.params, context).perform(request)
-    except ActionError as error:
-        problems.append(f"{entry.server} via {entry.action}: {error}")
-        log.error("limit not given back: %s via %s: %s", entry.server, entry.action, error)
-        return
-    outstanding.remove(entry)
+def _join(lanes: Iterable[_Lane], within_s: float) -> None:
+    end_s = time.monotonic() + within_s
+    for lane in lanes:
+        lane.join(end_s - time.monotonic())

@@ -11,11 +11,14 @@ from typing import Any
 from kvwatch.daemon.board import Board
 from kvwatch.daemon.clock import RealClock
 from kvwatch.daemon.poller import Poller
-from kvwatch.model.sample import Failure
+from kvwatch.model.sample import Failure, Sample
 from kvwatch.model.settings import GpuSettings, GpuSourceKind, ServerSettings, Settings
 from kvwatch.sources.base import Source, SourceError
 
 log = logging.getLogger("kvwatch.watchlist")
+
+# An age at which everything is stale.
+LONG_AGO_S = -1e9
 
 GpuFactory = Callable[[GpuSettings, float], Source[Any] | None]
 
@@ -52,7 +55,16 @@ class Watchlist:
         delay_s = self._jitter.uniform(0.0, min(max(source.period_s, 0.0), 1.0))
         poller = Poller(source, self._board, self._clock, start_delay_s=delay_s)
         self._running[key] = (identity, poller)
+        self._seed(source)
         poller.start()
+
+    def _seed(self, source: Source[Any]) -> None:
+        """GPUs of the inventory are shown as gone until they answer, also where no driver ever does."""
+        known = getattr(source, "known", None)
+        if known is None:
+            return
+        remembered = Sample(source=source.name, observed_s=LONG_AGO_S, wall_s=0.0, value=known())
+        self._board.seed(remembered)
 
     def _stop(self, key: str) -> None:
         _, poller = self._running.pop(key)

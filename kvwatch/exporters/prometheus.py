@@ -7,7 +7,9 @@ Formats: text 0.0.4 and OpenMetrics 1.0.0.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
+from math import nan
 
 from kvwatch import __version__
 from kvwatch.catalogue.metrics import METRICS, MetricKind, MetricSpec, Row
@@ -17,16 +19,13 @@ from kvwatch.model.report import TickReport
 TEXT_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
-# Label texts kept between reports, per metric. More series than this on one host is churn, not growth.
+# Series whose texts are kept between reports, per metric and format; more on one host is churn.
 MAX_CACHED_SERIES = 4096
 
 # OpenMetrics wants a state set's label to be named like the metric; ours is named for people, so
 # state sets are gauges there too.
 _TEXT_TYPES = {MetricKind.INFO: "gauge", MetricKind.STATESET: "gauge"}
 _OPENMETRICS_TYPES = {MetricKind.STATESET: "gauge"}
-# Half of all values are one of these two.
-_COMMON_TEXT = {0.0: "0", 1.0: "1"}
-_COMMON_OPENMETRICS = {0.0: "0.0", 1.0: "1.0"}
 
 
 def go_float(value: float) -> str:
@@ -60,21 +59,41 @@ def openmetrics_float(value: float) -> str:
     return text if "." in text or "e" in text or text[-1] in "fN" else f"{text}.0"
 
 
+def readable(value: str) -> str:
+    """The text itself; what is no Unicode (a name in bytes) becomes "?"."""
+    return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+
+
 def escape_label(value: str) -> str:
-    """A label value with backslash, quote and newline escaped; bytes that are no UTF-8 become "?"."""
-    value = value.encode("utf-8", "replace").decode("utf-8")
+    """A label value with backslash, quote and newline escaped."""
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-class Family:
-    """Writes one metric and remembers the label text of its series from report to report."""
+class Series:
+    """One series of one page format: its label text, and the last line written for it."""
 
-    __slots__ = ("_openmetrics_head", "_prefixes", "_text_head", "labels", "name")
+    __slots__ = ("line", "prefix", "round", "value")
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.value: float = nan
+        self.line = ""
+        self.round = 0
+
+
+class Family:
+    """Writes one metric; lines whose value has not changed are those of the last report.
+
+    Not for two threads at once (`Page` sees to that).
+    """
+
+    __slots__ = ("_openmetrics_head", "_round", "_series", "_text_head", "labels", "name")
 
     def __init__(self, name: str, kind: MetricKind, text: str, labels: tuple[str, ...], unit: str) -> None:
         self.name = name
         self.labels = labels
-        self._prefixes: dict[tuple[str, ...], str] = {}
+        self._round = 0
+        self._series: dict[bool, dict[tuple[str, ...], Series]] = {False: {}, True: {}}
         self._text_head = f"# HELP {name} {text}\n# TYPE {name} {_TEXT_TYPES.get(kind, kind.value)}\n"
         suffix = {MetricKind.COUNTER: "_total", MetricKind.INFO: "_info"}.get(kind, "")
         family = name.removesuffix(suffix)
@@ -87,39 +106,50 @@ class Family:
         """The writer of one catalogue row."""
         return cls(spec.name, spec.kind, spec.help, spec.labels, spec.unit)
 
+    @property
+    def remembered(self) -> int:
+        """How many series' texts are kept."""
+        return sum(len(known) for known in self._series.values())
+
     def write(self, rows: Iterable[Row], *, openmetrics: bool) -> str:
         """All samples of this metric with their head; "" when there is none.
 
         A repeated series is dropped (one would spoil the whole page), and so is NaN.
         """
         number = openmetrics_float if openmetrics else go_float
-        common = _COMMON_OPENMETRICS if openmetrics else _COMMON_TEXT
-        prefixes = self._prefixes
-        lines: dict[str, str] = {}
+        known = self._series[openmetrics]
+        self._round = now = self._round + 1
+        lines = [self._openmetrics_head if openmetrics else self._text_head]
         for values, value in rows:
-            prefix = prefixes.get(values) or self._remember(values)
-            if prefix not in lines and value == value:
-                lines[prefix] = common.get(value) or number(value)
-        if not lines:
-            return ""
-        head = self._openmetrics_head if openmetrics else self._text_head
-        return head + "\n".join(map("".join, lines.items())) + "\n"
+            series = known.get(values) or self._remember(known, values)
+            if series.value != value:
+                if value != value:
+                    continue
+                series.value = value
+                series.line = f"{series.prefix}{number(value)}\n"
+            if series.round != now:
+                series.round = now
+                lines.append(series.line)
+        return "".join(lines) if len(lines) > 1 else ""
 
-    def _remember(self, values: tuple[str, ...]) -> str:
-        if len(self._prefixes) >= MAX_CACHED_SERIES:
-            self._prefixes.clear()
-        pairs = ",".join(
-            [f'{label}="{escape_label(value)}"' for label, value in zip(self.labels, values, strict=True)]
-        )
-        prefix = f"{self.name}{{{pairs}}} " if pairs else f"{self.name} "
-        self._prefixes[values] = prefix
-        return prefix
+    def _remember(self, known: dict[tuple[str, ...], Series], values: tuple[str, ...]) -> Series:
+        if len(known) >= MAX_CACHED_SERIES:
+            known.clear()
+        texts = tuple([readable(value) for value in values])
+        series = known.get(texts)
+        if series is None:
+            pairs = zip(self.labels, texts, strict=True)
+            labels = ",".join([f'{label}="{escape_label(text)}"' for label, text in pairs])
+            series = Series(f"{self.name}{{{labels}}} " if labels else f"{self.name} ")
+        known[texts] = known[values] = series
+        return series
 
 
 class Page:
-    """Renders reports; one per process, so that label texts are built once per series."""
+    """Renders reports; one per process, so that texts are made once per series and change."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # a family writes one page at a time
         self._metrics = [(Family.of(spec), spec.read) for spec in METRICS]
         self._process = {
             name: Family(name, MetricKind(kind), text, (), "") for name, kind, text in PROCESS_SERIES
@@ -128,11 +158,12 @@ class Page:
 
     def render(self, report: TickReport | None, *, openmetrics: bool) -> bytes:
         """The page for one report; before the first one, what kvwatch knows of itself."""
-        parts = [self._process[n].write([((), v)], openmetrics=openmetrics) for n, v in readings()]
-        if report is None:
-            parts.append(self._build.write([((__version__,), 1.0)], openmetrics=openmetrics))
-        else:
-            parts += [family.write(read(report), openmetrics=openmetrics) for family, read in self._metrics]
+        with self._lock:
+            parts = [self._process[n].write([((), v)], openmetrics=openmetrics) for n, v in readings()]
+            if report is None:
+                parts.append(self._build.write([((__version__,), 1.0)], openmetrics=openmetrics))
+            else:
+                parts += [f.write(read(report), openmetrics=openmetrics) for f, read in self._metrics]
         if openmetrics:
             parts.append("# EOF\n")
         return "".join(parts).encode("utf-8")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import queue
-import resource
 import selectors
 import socket
 import threading
@@ -26,26 +25,18 @@ from kvwatch.exporters.web_auth import Access, Authenticator
 from kvwatch.exporters.web_config import WebConfig
 from kvwatch.exporters.web_conn import READ, Conn, Phase
 from kvwatch.exporters.web_http import HttpError, Request, Response, wire
+from kvwatch.exporters.web_limits import Limits, connection_cap, listen
 from kvwatch.exporters.web_routes import Routes
 
 if TYPE_CHECKING:
     from kvwatch.exporters.web_tls import TlsContexts
 
 WORKERS = 2
-MAX_CONNECTIONS = 256
-REQUEST_S = 10.0  # for a whole request, and for a whole TLS handshake
-IDLE_S = 300.0  # between requests; longer than any usual scrape interval
-WRITE_S = 15.0  # for the client to take an answer
-LINGER_S = 2.0
+DEFAULT_LIMITS = Limits()
 MAX_PIPELINED = 16
-MAX_UNCHECKED = 64  # passwords that wait to be checked; beyond it the client is told to come back
 ACCEPTS_AT_ONCE = 32
 CLOSE_S = 0.9
 
-_UNAUTHORIZED = HttpError(
-    401, "a user and a password are wanted", headers=(("WWW-Authenticate", 'Basic realm="kvwatch"'),)
-)
-_TOO_MANY = HttpError(503, "too many passwords wait to be checked", headers=(("Retry-After", "2"),))
 _SHORT_OF_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -63,19 +54,21 @@ class WebServer:
         *,
         enable_lifecycle: bool = False,
         web_config: Callable[[], WebConfig | None] | None = None,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
+        self._limits = limits
         self._address = (host, port)
         self._routes = Routes(provider, enable_lifecycle=enable_lifecycle)
         self._web_config = web_config
         self._config = WebConfig()
         self._tls: TlsContexts | None = None
         self._auth: Authenticator | None = None
-        self._cap = connection_cap()
+        self._cap = connection_cap(limits.connections)
         self._waiting: set[Conn] = set()  # the selector thread's
         self._count = 0  # all connections, those with workers included
         self._returned: deque[Conn] = deque()
         self._jobs: queue.SimpleQueue[Conn | None] = queue.SimpleQueue()
-        self._unchecked: queue.Queue[tuple[Conn, WebConfig] | None] = queue.Queue(MAX_UNCHECKED)
+        self._unchecked: queue.Queue[tuple[Conn, WebConfig] | None] = queue.Queue(limits.unchecked)
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()  # guards _threads and the lazy parts
         self._stopping = False
@@ -196,7 +189,7 @@ class WebServer:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             conn = Conn(sock, time.monotonic(), tls=self._config.tls is not None)
-            conn.deadline_s = conn.progress_s + REQUEST_S
+            conn.deadline_s = conn.progress_s + self._limits.request_s
             self._count += 1
             self._wait(conn)
 
@@ -224,7 +217,7 @@ class WebServer:
     def _take_back(self, conn: Conn) -> None:
         if conn.phase is Phase.CLOSED:
             self._count -= 1
-        elif conn.phase is Phase.REQUEST and conn.inbox and self._complete(conn):
+        elif conn.phase is Phase.REQUEST and (self._complete(conn) or conn.holds_input()):
             self._jobs.put(conn)
         else:
             self._wait(conn)
@@ -232,7 +225,7 @@ class WebServer:
     @staticmethod
     def _complete(conn: Conn) -> bool:
         try:
-            return conn.maybe_complete()
+            return bool(conn.inbox) and conn.maybe_complete()
         except HttpError:
             return True  # a worker will find the same and answer it
 
@@ -270,14 +263,16 @@ class WebServer:
             return conn.receive()
         finally:
             if idle and conn.inbox:
-                conn.deadline_s = time.monotonic() + REQUEST_S
+                conn.deadline_s = time.monotonic() + self._limits.request_s
 
     def _expire(self, now_s: float) -> None:
         late = [conn for conn in self._waiting if conn.deadline_s <= now_s]
         for conn in late:
             if conn.phase is Phase.REQUEST and conn.inbox and not conn.tls:
                 self._unwait(conn)
-                self._refuse(conn, HttpError(408, f"the request was not complete within {REQUEST_S:g} s"))
+                self._refuse(
+                    conn, HttpError(408, f"the request did not come within {self._limits.request_s:g} s")
+                )
                 self._take_back(conn)
             else:
                 self._drop(conn)
@@ -353,7 +348,7 @@ class WebServer:
             if not client_allowed(config.tls, secure):
                 raise OSError("the client's certificate has none of the allowed names")
         conn.phase, conn.want = Phase.REQUEST, READ
-        conn.deadline_s = time.monotonic() + REQUEST_S
+        conn.deadline_s = time.monotonic() + self._limits.request_s
         return True
 
     def _access(self, conn: Conn, request: Request, config: WebConfig) -> Access:
@@ -369,7 +364,7 @@ class WebServer:
                 self._unchecked.put_nowait((conn, config))
             except queue.Full:
                 conn.pending = None
-                raise _TOO_MANY from None
+                raise too_many_unchecked() from None
         return access
 
     def _check_passwords(self) -> None:
@@ -385,7 +380,7 @@ class WebServer:
     def _answer(self, conn: Conn, request: Request, config: WebConfig, *, allowed: bool) -> None:
         try:
             if not allowed:
-                raise _UNAUTHORIZED
+                raise unauthorized()
             response = self._routes.answer(request)
         except HttpError as error:
             response = error_response(error)
@@ -412,7 +407,7 @@ class WebServer:
         )
         conn.outbox = memoryview(data)
         conn.phase = Phase.ANSWER
-        conn.deadline_s = time.monotonic() + WRITE_S
+        conn.deadline_s = time.monotonic() + self._limits.write_s
         self._finish(conn)
 
     def _finish(self, conn: Conn) -> None:
@@ -422,10 +417,10 @@ class WebServer:
         now_s = time.monotonic()
         if conn.keep_alive:
             conn.phase, conn.want = Phase.REQUEST, READ
-            conn.progress_s, conn.deadline_s = now_s, now_s + IDLE_S
+            conn.progress_s, conn.deadline_s = now_s, now_s + self._limits.idle_s
         else:
             conn.linger()
-            conn.deadline_s = now_s + LINGER_S
+            conn.deadline_s = now_s + self._limits.linger_s
 
     # --- what the configuration says
 
@@ -457,29 +452,12 @@ def error_response(error: HttpError) -> Response:
     return Response(status=error.status, body=body, headers=(("Cache-Control", "no-store"), *error.headers))
 
 
-def connection_cap() -> int:
-    """How many clients may be connected: well below what the process may open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(8, min(MAX_CONNECTIONS, soft // 2))
+def unauthorized() -> HttpError:
+    """No password, or a wrong one."""
+    headers = (("WWW-Authenticate", 'Basic realm="kvwatch"'),)
+    return HttpError(401, "a user and a password are wanted", headers=headers)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; an empty host means every address. OSError when it cannot be had."""
-    host = host.strip("[]")
-    dual = not host and socket.has_dualstack_ipv6()
-    found = socket.getaddrinfo(
-        "::" if dual else host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    family, kind, protocol, _, address = found[0]
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual else 1)
-        sock.bind(address)
-        sock.listen(128)
-        sock.setblocking(False)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+def too_many_unchecked() -> HttpError:
+    """More new passwords at once than can be checked."""
+    return HttpError(503, "too many passwords wait to be checked", headers=(("Retry-After", "2"),))

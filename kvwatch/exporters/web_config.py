@@ -233,7 +233,10 @@ class WebConfigFile:
     def load(self) -> list[Finding]:
         """Read the file now; its findings, [] when it is in use."""
         self._stamp = self._stat()
-        config, findings = self._parse(self._path)
+        try:
+            config, findings = self._parse(self._path)
+        except OSError as error:
+            return [Finding("", f"cannot be read: {error.strerror or error}")]
         if config is not None and not findings:
             findings = list(self._lost_protection(config))
             if not findings:

@@ -107,6 +107,11 @@ class Conn:
         self.searched = len(self.inbox)
         return length is not None
 
+    def holds_input(self) -> bool:
+        """Whether bytes have been taken off the network that the selector will not report again."""
+        secure = self.secure_socket
+        return self.tls and secure is not None and secure.pending() > 0
+
     def take_request(self) -> Request | None:
         """The first whole request, taken out of the inbox; None while it is incomplete."""
         length = head_length(self.inbox)

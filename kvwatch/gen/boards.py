@@ -9,7 +9,6 @@ from kvwatch.catalogue.promql import (
     Expr,
     Match,
     age_s,
-    count_by,
     increase,
     max_by,
     min_by,
@@ -66,24 +65,36 @@ def _levels() -> Any:
     )
 
 
+def _red_now() -> Any:
+    on = ("job", "instance", "server", "engine", "uuid", "gpu", "rule")
+    raised = series(metric("rule_level"), **SCOPE).ge(1)
+    return panels.table(
+        "What is yellow or red now",
+        "The value that each raised rule judges, in the rule's own unit (bytes, seconds, ratio, count; see "
+        "docs/rules.md). Empty when everything is green or unknown.",
+        "none",
+        Query(series(metric("rule_value"), **SCOPE).where(raised, on=on)),
+    )
+
+
 def _counts() -> tuple[Any, ...]:
-    servers = count_by(_of_host("server_up", server=SERVER).eq(0))
-    gpus = count_by(_of_host("gpu_up").eq(0))
-    sources = count_by(_of_host("source_up").eq(0))
-    limits = count_by(_of_host("limit_active", server=SERVER).eq(1))
-    red = count_by(series(metric("rule_level"), **SCOPE).eq(2))
+    servers = sum_by(_of_host("server_up", server=SERVER).is_(0))
+    gpus = sum_by(_of_host("gpu_up").is_(0))
+    sources = sum_by(_of_host("source_up").is_(0))
+    limits = sum_by(_of_host("limit_active", server=SERVER).is_(1))
+    red = sum_by(series(metric("rule_level"), **SCOPE).is_(2))
     return (
         _headline(),
         panels.number(
             "Rules in red",
-            "How many rules are red now, over all servers and GPUs. `no data` means none is.",
+            "How many rules are red now, over all servers and GPUs.",
             "none",
             Query(red, "red"),
             steps=(("green", None), ("red", 1)),
         ),
         panels.number(
             "Servers down",
-            "Engines whose last page was not good. `no data` means none is down.",
+            "Engines whose last page was not good.",
             "none",
             Query(servers, "down"),
             steps=GOOD_IS_ZERO,
@@ -91,7 +102,7 @@ def _counts() -> tuple[Any, ...]:
         ),
         panels.number(
             "GPUs down",
-            "GPUs that do not answer, those seen before included. `no data` means none is down.",
+            "GPUs that do not answer, those seen before included.",
             "none",
             Query(gpus, "down"),
             steps=GOOD_IS_ZERO,
@@ -99,8 +110,7 @@ def _counts() -> tuple[Any, ...]:
         ),
         panels.number(
             "Sources failing",
-            "Sources whose newest reading failed. What they tell is unknown meanwhile. `no data` means "
-            "none fails.",
+            "Sources whose newest reading failed. What they tell is unknown meanwhile.",
             "none",
             Query(sources, "failing"),
             steps=GOOD_IS_ZERO,
@@ -108,7 +118,7 @@ def _counts() -> tuple[Any, ...]:
         ),
         panels.number(
             "Limits in force",
-            "Engines that kvwatch limits now. `no data` means none is limited.",
+            "Engines that kvwatch limits now.",
             "none",
             Query(limits, "limited"),
             steps=(("green", None), ("#EAB839", 1)),
@@ -124,7 +134,7 @@ def _overview() -> str:
         [instance_variable(), server_variable(), gpu_variable()],
         [
             Row("Now", _counts(), height=4),
-            Row("Levels", (_levels(),), height=10),
+            Row("Levels", (_levels(), _red_now()), height=10),
             Row("KV pool: full means queueing, not out of memory", (boards_kv.usage(), boards_kv.requests())),
             Row("Harm", (boards_kv.tax(), boards_kv.first_token())),
             Row(

@@ -6,6 +6,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvwatch.lab.demo_world import POOL_BYTES, World
 from kvwatch.model.gpu import GpuHealth, GpuMemory, GpuProcess, GpuState, HostGpus, LedgerPass
@@ -116,8 +117,19 @@ class _Card:
     """One GPU: what it remembers between two readings."""
 
     def __init__(self, index: int, uuid: str, peak_window_s: float) -> None:
-        self._index = index
-        self._uuid = uuid
+        self._facts = GpuState(
+            uuid=uuid,
+            index=index,
+            name="NVIDIA H200 (simulated)",
+            driver_version=DRIVER,
+            ecc_corrected_total=0,
+            ecc_uncorrected_total=0,
+            remapped_rows_pending=False,
+            remapped_rows_failed=False,
+            bar1_total_bytes=256 * GIB,
+            bar1_used_bytes=3 * MIB,
+            sample_interval_s=0.2,
+        )
         self._window_s = peak_window_s
         self._used: deque[tuple[float, int]] = deque()
         self._scraped = 0  # the last value that a 15 s reader saw
@@ -149,28 +161,18 @@ class _Card:
         watts = self._work(now_s, busy_s)
         peak = max(used for _, used in self._used)
         recent = max(used for at_s, used in self._used if at_s > now_s - 15.0)
-        return GpuState(
-            uuid=self._uuid,
-            index=self._index,
-            name="NVIDIA H200 (simulated)",
-            driver_version=DRIVER,
+        return replace(
+            self._facts,
             memory=memory,
             used_peak_bytes=peak,
             free_low_bytes=memory.free_bytes - (peak - memory.used_bytes),
             hidden_from_15s_bytes=max(0, recent - self._scraped),
-            sample_interval_s=0.2,
             ledger_pass=LedgerPass(observed_s=now_s, memory=memory, processes=processes),
             utilization_ratio=round(self._busy, 2),
             memory_bandwidth_utilization_ratio=round(0.6 * self._busy, 2),
             power_watts=round(watts, 1),
             temperature_celsius=round(31.0 + 38.0 * self._busy),
             clock_event_reasons=() if self._busy > 0.05 else ("gpu_idle",),
-            ecc_corrected_total=0,
-            ecc_uncorrected_total=0,
-            remapped_rows_pending=False,
-            remapped_rows_failed=False,
-            bar1_total_bytes=256 * GIB,
-            bar1_used_bytes=3 * MIB,
             energy_joules=round(self._energy_j, 3),
             xid_events_total=self._xids(),
             last_xid=79 if self._falls else None,
@@ -181,11 +183,11 @@ class _Card:
         self._used.clear()
         self._before = None
         return GpuState(
-            uuid=self._uuid,
-            index=self._index,
+            uuid=self._facts.uuid,
+            index=self._facts.index,
             health=GpuHealth.LOST,
             health_detail="GPU is lost",
-            name="NVIDIA H200 (simulated)",
+            name=self._facts.name,
             driver_version=DRIVER,
             xid_events_total=self._xids(),
             last_xid=79,

@@ -276,11 +276,12 @@ class VllmSim:
 
     def _schedule(self, step: Step) -> None:
         """Running requests first; new ones only in a step that preempted nobody."""
-        index = 0
+        index, block_size = 0, self.config.block_size
         while index < len(self.running) and step.budget > 0:
             request = self.running[index]
             new = min(request.tokens - request.computed, step.budget)
-            if not self._make_room(step, request, new):
+            full = request.computed + new > request.blocks * block_size
+            if full and not self._make_room(step, request, new):
                 break
             step.add(request, new)
             index += 1
@@ -290,8 +291,6 @@ class VllmSim:
     def _make_room(self, step: Step, request: Request, new: int) -> bool:
         """Allocate a running request's next blocks, preempting from the youngest; False: it fell itself."""
         needed = self._blocks_for(request.computed + new) - request.blocks
-        if needed <= 0:
-            return True
         while needed > self.pool.free:
             victim = self.running.pop()
             self._preempt(step, victim)

@@ -62,6 +62,7 @@ class GpuSettings:
     settle_s: float = 300.0  # device memory level for this long ends a server's start; the demo lowers it
     dcgm_address: str = "127.0.0.1:5555"  # host:port, or the path of a unix socket
     dcgm_exporter_url: str = "http://127.0.0.1:9400/metrics"
+    dcgm_profiling: bool = False  # also watch DCGM's profiling field 1001 (the only utilisation on MIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvwatch.model.level import Level, Reason, RuleId, Scope, Verdict
 from kvwatch.model.report import TickClock
 from kvwatch.model.settings import RuleSettings
 from kvwatch.rules import hysteresis, staleness
-from kvwatch.rules.hysteresis import LevelState
-from kvwatch.rules.shipped import BY_RULE, DEFAULTS, SPECS
+from kvwatch.rules.hysteresis import Bands, LevelState
+from kvwatch.rules.shipped import DEFAULTS, SPECS
 from kvwatch.rules.spec import Reading, RuleSpec
 from kvwatch.rules.views import Inputs
 
-_SHOWN = {None, Reason.STALE}  # a stale value is not shown, a missing one cannot be
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One rule in one scope: what was read last, under which settings, and where that has led."""
+
+    reading: Reading
+    settings: RuleSettings
+    band: Bands
+    state: LevelState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RulesState:
-    """The level of every rule in every scope; a scope that is no longer read is gone."""
+    """Every rule's scopes in the order they are read; a scope that is no longer read is gone."""
 
-    levels: Mapping[RuleId, Mapping[Scope, LevelState]] = field(default_factory=dict)
+    judged: Mapping[RuleId, Sequence[Judged]] = field(default_factory=dict)
+
+    def level(self, rule: RuleId, scope: Scope) -> Level:
+        """Return the level that a rule had in a scope; UNKNOWN where it had none."""
+        found = (each.state.level for each in self.judged.get(rule, ()) if each.reading.scope == scope)
+        return next(found, Level.UNKNOWN)
 
 
 def complete(settings: Mapping[RuleId, RuleSettings]) -> dict[RuleId, RuleSettings]:
@@ -31,42 +44,69 @@ def complete(settings: Mapping[RuleId, RuleSettings]) -> dict[RuleId, RuleSettin
 
 def evaluate(state: RulesState, inputs: Inputs) -> tuple[RulesState, tuple[Verdict, ...]]:
     """Advance every rule by one tick. The order of verdicts is that of the table, then of the scopes read."""
-    levels: dict[RuleId, dict[Scope, LevelState]] = {}
+    judged: dict[RuleId, Sequence[Judged]] = {}
     verdicts: list[Verdict] = []
     for spec in SPECS:
-        settings = inputs.rules[spec.rule]
-        before = state.levels.get(spec.rule, {})
-        after: dict[Scope, LevelState] = {}
-        for reading in spec.read(inputs):
-            band = hysteresis.bands(spec, settings, reading.yellow, reading.red)
-            start = before.get(reading.scope) or hysteresis.start(inputs.clock)
-            moved = _judge(start, reading, inputs.clock, settings, band)
-            after[reading.scope] = moved
-            verdicts.append(_verdict(spec, reading, moved, band, inputs.clock))
-        levels[spec.rule] = after
-    return RulesState(levels=levels), tuple(verdicts)
+        before = state.judged.get(spec.rule, ())
+        after = []
+        for place, reading in enumerate(spec.read(inputs)):
+            last = _last(before, place, reading.scope)
+            now = _judge(spec, last, reading, inputs.rules[spec.rule], inputs.clock)
+            after.append(now)
+            verdicts.append(_verdict(spec, now, inputs.clock))
+        judged[spec.rule] = after
+    return RulesState(judged=judged), tuple(verdicts)
 
 
-def pages(rule: RuleId) -> bool:
-    """Whether red of this rule pages."""
-    return BY_RULE[rule].pages
+def _last(before: Sequence[Judged], place: int, scope: Scope) -> Judged | None:
+    """Find a scope's last state: nearly always where it was."""
+    if place < len(before) and before[place].reading.scope is scope:
+        return before[place]
+    return next((each for each in before if each.reading.scope == scope), None)
 
 
 def _judge(
-    state: LevelState,
-    reading: Reading,
-    clock: TickClock,
-    settings: RuleSettings,
-    band: hysteresis.Bands,
-) -> LevelState:
-    if not settings.enabled:
-        return hysteresis.unknown(state, Reason.DISABLED, clock)
-    return staleness.judge(state, reading, clock, settings, band)
+    spec: RuleSpec, last: Judged | None, reading: Reading, settings: RuleSettings, clock: TickClock
+) -> Judged:
+    if last is None:
+        band = hysteresis.bands(spec, settings, reading.yellow, reading.red)
+        state = hysteresis.start(clock)
+    elif last.settings is settings and _same_thresholds(last.reading, reading):
+        band, state = last.band, last.state
+        if _nothing_new(last, reading, state, band):
+            return last if last.reading == reading else _again(last, reading, state)
+    else:
+        band, state = hysteresis.bands(spec, settings, reading.yellow, reading.red), last.state
+    if settings.enabled:
+        state = staleness.judge(state, reading, clock, settings, band)
+    else:
+        state = hysteresis.unknown(state, Reason.DISABLED, clock)
+    return Judged(reading=reading, settings=settings, band=band, state=state)
 
 
-def _verdict(
-    spec: RuleSpec, reading: Reading, state: LevelState, band: hysteresis.Bands, clock: TickClock
-) -> Verdict:
+def _same_thresholds(last: Reading, reading: Reading) -> bool:
+    return last.yellow == reading.yellow and last.red == reading.red
+
+
+def _nothing_new(last: Judged, reading: Reading, state: LevelState, band: Bands) -> bool:
+    """Whether judging would lead where it led last time; most readings of most ticks are like that."""
+    before = last.reading
+    if reading.absent is not None:
+        return before.absent is reading.absent and hysteresis.settled(state)
+    if before.absent is not None or reading.value is None:
+        return False
+    if hysteresis.at_rest(state, reading.value, band):
+        return True
+    same = before.value == reading.value and before.red_allowed == reading.red_allowed
+    return same and hysteresis.settled(state)
+
+
+def _again(last: Judged, reading: Reading, state: LevelState) -> Judged:
+    return Judged(reading=reading, settings=last.settings, band=last.band, state=state)
+
+
+def _verdict(spec: RuleSpec, judged: Judged, clock: TickClock) -> Verdict:
+    reading, state, band = judged.reading, judged.state, judged.band
     return Verdict(
         rule=spec.rule,
         scope=reading.scope,
@@ -81,8 +121,3 @@ def _verdict(
         detail=reading.detail,
         seconds_by_level=hysteresis.seconds_by_level(state, clock.mono_s),
     )
-
-
-def worst(verdicts: tuple[Verdict, ...]) -> Level:
-    """Return the worst level among verdicts; UNKNOWN where there are none."""
-    return max((verdict.level for verdict in verdicts), default=Level.UNKNOWN)

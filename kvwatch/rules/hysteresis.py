@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf, nan, nextafter
 
 from kvwatch.model.level import Level, Reason
 from kvwatch.model.report import TickClock
 from kvwatch.model.settings import RuleSettings
 from kvwatch.rules.spec import OTHER_CLEAR_SHARE, RATIO_CLEAR, Direction, RuleSpec, Unit
 
+Seconds = tuple[tuple[Level, float], tuple[Level, float], tuple[Level, float], tuple[Level, float]]
+
 _NO_TIME = (0.0, 0.0, 0.0, 0.0)
-_LEVELS = (Level.UNKNOWN, Level.GREEN, Level.YELLOW, Level.RED)
+_WAITING = frozenset({Reason.HOLDING, Reason.PENDING, Reason.STALE_HELD})  # time alone moves these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bands:
-    """The thresholds of one scope and how far a value must come back before a level may fall.
+    """The thresholds of one scope, made ready for comparing.
 
-    A level begins at its threshold (beyond it where `strict`) and ends beyond threshold less
-    margin; with `low_is_bad` both are mirrored. None: never at this level.
+    `sign` times a value is worse the higher it is. A level begins at `*_at` and is clear below
+    `*_clear_at`; both are NaN where there is no such threshold, which no value reaches.
     """
 
     yellow: float | None = None
     red: float | None = None
-    yellow_margin: float = 0.0
-    red_margin: float = 0.0
-    low_is_bad: bool = False
-    strict: bool = False
+    sign: float = 1.0
+    yellow_at: float = nan
+    red_at: float = nan
+    yellow_clear_at: float = nan
+    red_clear_at: float = nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,40 +65,40 @@ def bands(
     """Return the thresholds in force; `yellow` and `red` replace the configured ones in one scope."""
     yellow = settings.yellow if yellow is None else yellow
     red = settings.red if red is None else red
+    sign = -1.0 if spec.direction is Direction.LOW else 1.0
+    yellow_at, yellow_clear_at = _limits(spec, settings, yellow, sign)
+    red_at, red_clear_at = _limits(spec, settings, red, sign)
     return Bands(
         yellow=yellow,
         red=red,
-        yellow_margin=_margin(spec, settings, yellow),
-        red_margin=_margin(spec, settings, red),
-        low_is_bad=spec.direction is Direction.LOW,
-        strict=spec.strict,
+        sign=sign,
+        yellow_at=yellow_at,
+        red_at=red_at,
+        yellow_clear_at=yellow_clear_at,
+        red_clear_at=red_clear_at,
     )
 
 
-def _margin(spec: RuleSpec, settings: RuleSettings, threshold: float | None) -> float:
+def _limits(
+    spec: RuleSpec, settings: RuleSettings, threshold: float | None, sign: float
+) -> tuple[float, float]:
+    """Return where a level begins and where it is clear, in signed values."""
+    if threshold is None:
+        return nan, nan
+    at, clear_at = sign * threshold, sign * threshold - _margin(spec, settings, threshold)
+    if spec.strict:
+        at, clear_at = nextafter(at, inf), nextafter(clear_at, inf)
+    if sign > 0 and threshold > 0:
+        clear_at = max(clear_at, nextafter(0.0, inf))  # nothing is below zero, however wide the margin
+    return at, clear_at
+
+
+def _margin(spec: RuleSpec, settings: RuleSettings, threshold: float) -> float:
     if settings.clear is not None:
         return settings.clear
-    size = abs(threshold or 0.0)
+    size = abs(threshold)
     # A margin as large as the threshold itself (the tax has 0.02) would make a level that never ends.
     return min(RATIO_CLEAR, 0.5 * size) if spec.unit is Unit.RATIO else OTHER_CLEAR_SHARE * size
-
-
-def past(value: float, threshold: float | None, band: Bands) -> bool:
-    """Whether a value is at the threshold or worse (worse than it where strict)."""
-    if threshold is None:
-        return False
-    if value == threshold:
-        return not band.strict
-    return (value < threshold) == band.low_is_bad
-
-
-def _cleared(value: float, threshold: float | None, margin: float, band: Bands) -> bool:
-    if threshold is None:
-        return True
-    if value == 0 and threshold > 0 and not band.low_is_bad:
-        return True  # nothing is below zero, however wide the margin
-    limit = threshold + margin if band.low_is_bad else threshold - margin
-    return not past(value, limit, band)
 
 
 def advance(
@@ -109,8 +113,25 @@ def advance(
     """Take in one fresh value. Pure; wall-clock steps change nothing but what is shown."""
     timed, reached = _timed(state, value, clock.mono_s, band, red_allowed)
     level = _next_level(timed, reached, clock.mono_s, settings)
-    reason = _reason(level, reached, past(value, band.red, band) and not red_allowed)
+    reason = _reason(level, reached, band.sign * value >= band.red_at and not red_allowed)
     return _moved(timed, level, reason, clock)
+
+
+def at_rest(state: LevelState, value: float, band: Bands) -> bool:
+    """Whether `advance` would change nothing: green, and clear of every threshold as before."""
+    signed = band.sign * value
+    return (
+        state.reason is Reason.BELOW
+        and state.yellow_clear_s is not None
+        and state.red_clear_s is not None
+        and not signed >= band.yellow_clear_at
+        and not signed >= band.red_clear_at
+    )
+
+
+def settled(state: LevelState) -> bool:
+    """Whether the same reading once more, at any later time, would change nothing."""
+    return state.reason not in _WAITING
 
 
 def unknown(state: LevelState, reason: Reason, clock: TickClock) -> LevelState:
@@ -129,12 +150,23 @@ def forced(state: LevelState, level: Level, reason: Reason, clock: TickClock) ->
     return _moved(replace(state, yellow_clear_s=None, red_clear_s=None), level, reason, clock)
 
 
-def seconds_by_level(state: LevelState, now_s: float) -> tuple[tuple[Level, float], ...]:
+def seconds_by_level(state: LevelState, now_s: float) -> Seconds:
     """Seconds at each level since the scope appeared; they add up to the time since then."""
-    running = now_s - state.since_s
-    return tuple(
-        (level, before + running if level is state.level else before)
-        for level, before in zip(_LEVELS, state.seconds_before, strict=True)
+    unknown_s, green_s, yellow_s, red_s = state.seconds_before
+    running_s, level = now_s - state.since_s, state.level
+    if level is Level.GREEN:
+        green_s += running_s
+    elif level is Level.UNKNOWN:
+        unknown_s += running_s
+    elif level is Level.YELLOW:
+        yellow_s += running_s
+    else:
+        red_s += running_s
+    return (
+        (Level.UNKNOWN, unknown_s),
+        (Level.GREEN, green_s),
+        (Level.YELLOW, yellow_s),
+        (Level.RED, red_s),
     )
 
 
@@ -142,12 +174,13 @@ def _timed(
     state: LevelState, value: float, now_s: float, band: Bands, red_allowed: bool
 ) -> tuple[LevelState, Level]:
     """Return the state with its four timers brought up to date, and the level of the bare value."""
-    red_past = past(value, band.red, band)
+    signed = band.sign * value
+    red_past = signed >= band.red_at
     red = red_past and red_allowed
     # Past red is past yellow too, also where a small device has its yellow threshold beyond red.
-    yellow = band.yellow is not None and (red_past or past(value, band.yellow, band))
-    red_clear = not red_allowed or _cleared(value, band.red, band.red_margin, band)
-    yellow_clear = not red_past and _cleared(value, band.yellow, band.yellow_margin, band)
+    yellow = band.yellow is not None and (red_past or signed >= band.yellow_at)
+    red_clear = not red_allowed or not signed >= band.red_clear_at
+    yellow_clear = not red_past and not signed >= band.yellow_clear_at
     timers = (
         _since(state.yellow_over_s, yellow or red, now_s),
         _since(state.red_over_s, red, now_s),
@@ -226,7 +259,7 @@ def _reason(level: Level, reached: Level, capped: bool) -> Reason:
 def _moved(state: LevelState, level: Level, reason: Reason, clock: TickClock) -> LevelState:
     if level is state.level:
         return state if reason is state.reason else replace(state, reason=reason)
-    unknown_s, green_s, yellow_s, red_s = (s for _, s in seconds_by_level(state, clock.mono_s))
+    (_, unknown_s), (_, green_s), (_, yellow_s), (_, red_s) = seconds_by_level(state, clock.mono_s)
     return replace(
         state,
         level=level,

@@ -31,9 +31,9 @@ class Direction(enum.StrEnum):
     LOW = "low"  # bad at or below
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Reading:
-    """One rule's value in one scope, as read in one tick.
+    """One rule's value in one scope, as read in one tick. Not frozen only because that makes it slow to make.
 
     `absent` says why there is no value that may be judged (None: there is one). `red_allowed` is
     False where red needs more than the value and that does not hold. `yellow` and `red` replace

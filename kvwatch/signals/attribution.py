@@ -120,13 +120,8 @@ def attribute(
         key = _key(process)
         if key not in facts:
             facts[key] = known.get(key) or _facts(process, patterns)
-    claimed = {
-        candidate.name
-        for gpu in gpus
-        for process in listed[gpu.uuid] or ()
-        for candidate in servers
-        if _by_port(candidate, facts[_key(process)])
-    }
+    pairs = {pair for one in facts.values() for pair in one.ports}
+    claimed = {one.name for one in servers if not one.has_match and (one.kind, one.port) in pairs}
     owners = {
         gpu.uuid: _owners(
             listed[gpu.uuid], _allowed(servers, gpu), facts, claimed, _pinned(servers, gpu, told)

@@ -77,9 +77,9 @@ def derive(
     state = _newest(state, snapshot)
     configured = _servers(state, settings)
     agents = _fresh_agents(state, snapshot, clock)
-    state = _pick(state, clock)
+    state = _pick(state, snapshot, clock)
     state = _attribute(state, configured, agents)
-    state = _advance_servers(state, snapshot, configured, agents, clock)
+    state = _advance_servers(state, snapshot, configured, settings.gpus.settle_s, agents, clock)
     state = _advance_gpus(state, snapshot, settings, agents, clock)
     return state, state.signals
 
@@ -143,10 +143,13 @@ def _fresh_agents(state: SignalState, snapshot: Snapshot, clock: TickClock) -> S
     ]
 
 
-def _pick(state: SignalState, clock: TickClock) -> SignalState:
+def _pick(state: SignalState, snapshot: Snapshot, clock: TickClock) -> SignalState:
     """Choose one source per GPU: a current one before a stale one, then in the order of GPU_SOURCES."""
     samples = state.gpu_samples
-    key = tuple((name, one.observed_s, gpu_fresh(one, clock)) for name, one in samples.items())
+    status = snapshot.sources
+    key = tuple(
+        (name, one.observed_s, gpu_fresh(one, clock, status.get(name))) for name, one in samples.items()
+    )
     if key == state.picked_key:
         return state
     picked: dict[str, Picked] = {}
@@ -214,7 +217,7 @@ def _place(
 ) -> servers.Place:
     """Where a server is, and what is visible of its memory there on current GPUs."""
     uuids = found.uuids.get(server, ())
-    here = [one for one in picked if one.state.uuid in uuids]
+    here = [one for one in picked if one.state.uuid in uuids] if uuids else []
     memory = [_visible(one, found, server) for one in here if one.fresh]
     known = [amount for amount in memory if amount is not None]
     held = [attribution.held_bytes(found.gpus[one.state.uuid], server) for one in here if one.fresh]
@@ -242,6 +245,7 @@ def _advance_servers(
     state: SignalState,
     snapshot: Snapshot,
     configured: Sequence[ServerSettings],
+    settle_s: float,
     agents: Sequence[AgentState],
     clock: TickClock,
 ) -> SignalState:
@@ -254,6 +258,7 @@ def _advance_servers(
             clock,
             state.places[server.name],
             [agent for agent in agents if agent.server == server.name],
+            settle_s,
         )
         for server in configured
     }

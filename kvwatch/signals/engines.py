@@ -42,6 +42,7 @@ class EngineTrack:
     tpot: latency.History
     queue: latency.History
     waiting: Points
+    waiting_rise: float | None
     moved_s: float
     stalled: bool | None
     kv: forecast.ForecastTrack
@@ -72,6 +73,7 @@ def _begin(before: EngineTrack | None, engine: EngineState, reading: Reading) ->
         tpot=latency.remember((), now_s, engine.tpot, None),
         queue=latency.remember((), now_s, engine.queue, None),
         waiting=_waiting((), engine, now_s),
+        waiting_rise=None,
         moved_s=now_s,
         stalled=None,
         kv=_kv_forecast(old_kv, engine, usage, reading),
@@ -81,6 +83,7 @@ def _begin(before: EngineTrack | None, engine: EngineState, reading: Reading) ->
 def _continue(track: EngineTrack, engine: EngineState, reading: Reading) -> EngineTrack:
     now_s, last = reading.observed_s, track.last
     usage = occupancy.usage_ratio(engine.kv, reading.semantics)
+    waiting = _waiting(track.waiting, engine, now_s)
     gap = now_s - track.last_s > reading.gap_s
     moved_s = liveness.moved_s(track.moved_s, last, engine, now_s, gap=gap)
     limit_s = liveness.limit_s(reading.period_s, reading.semantics.fresh_within_s)
@@ -94,7 +97,8 @@ def _continue(track: EngineTrack, engine: EngineState, reading: Reading) -> Engi
         ttft=latency.remember(track.ttft, now_s, engine.ttft, last.ttft),
         tpot=latency.remember(track.tpot, now_s, engine.tpot, last.tpot),
         queue=latency.remember(track.queue, now_s, engine.queue, last.queue),
-        waiting=_waiting(track.waiting, engine, now_s),
+        waiting=waiting,
+        waiting_rise=track.waiting_rise if waiting is track.waiting else halves_rise(waiting),
         moved_s=moved_s,
         stalled=liveness.stalled(last, engine, now_s - moved_s, limit_s),
         kv=_kv_forecast(track.kv, engine, usage, reading),
@@ -106,7 +110,7 @@ def signals(track: EngineTrack, reading: Reading) -> EngineSignals:
     engine, now_s = track.last, track.last_s
     usage = occupancy.usage_ratio(engine.kv, reading.semantics)
     costs = pressure.pressure(track.pressure)
-    rise = halves_rise(track.waiting)
+    rise = track.waiting_rise
     return EngineSignals(
         server=reading.server,
         engine=engine.engine,

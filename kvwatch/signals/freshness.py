@@ -9,7 +9,7 @@ from kvwatch.model.server import AgentState, ServerState
 from kvwatch.model.settings import ServerSettings
 
 GPU_MAX_AGE_S = 2.5
-"""The worker sends at every tick and slows to 1 Hz at most: two and a half of its slowest periods."""
+"""The worker sends once a second at the least: two and a half of its slowest periods."""
 
 PERIODS = 3.0
 """Periods without a good sample after which a source is stale (rule `source_stale`)."""
@@ -18,9 +18,11 @@ LEAST_S = 3.0
 """No polled source is called stale before this, however short its period."""
 
 
-def gpu_fresh(sample: Sample[HostGpus] | None, clock: TickClock) -> bool:
-    """Whether a GPU sample is current: it has a value and is at most 2.5 s old."""
-    return sample is not None and sample.value is not None and sample.age_s(clock.mono_s) <= GPU_MAX_AGE_S
+def gpu_fresh(sample: Sample[HostGpus] | None, clock: TickClock, status: SourceStatus | None = None) -> bool:
+    """Whether a GPU sample is current: it has a value, is at most 2.5 s old, and its source is not stuck."""
+    if sample is None or sample.value is None or (status is not None and status.stuck):
+        return False
+    return sample.age_s(clock.mono_s) <= GPU_MAX_AGE_S
 
 
 def server_limit_s(settings: ServerSettings) -> float:

@@ -61,8 +61,10 @@ def between(base: Histogram, newest: Histogram, window_s: float) -> Quantiles | 
         return None
     if len(newest.counts) != len(newest.bounds) or newest.bounds != base.bounds:
         return None
-    # Pages are not read at one instant: force the increases to be cumulative, like PromQL does.
-    grown = list(accumulate((new - old for new, old in zip(newest.counts, base.counts, strict=False)), max))
+    grown = [new - old for new, old in zip(newest.counts, base.counts, strict=False)]
+    if grown != sorted(grown):
+        # Pages are not written at one instant: force the increases to be cumulative, like PromQL does.
+        grown = list(accumulate(grown, max))
     values, beyond = [], False
     for quantile in QUANTILES:
         value, open_bucket = _at(quantile * count, newest.bounds, grown)

@@ -14,10 +14,12 @@ from kvwatch.model.settings import MIB
 from kvwatch.model.signal import Phase
 from kvwatch.signals.series import fell
 
-LEVEL_S = 300.0
 LEVEL_BYTES = 64 * MIB
 LONGEST_START_S = 1800.0
 """A server that is up and never levels is leaking, not starting: its device rules hold after 30 min."""
+
+LONG_AGO_S = 900.0
+"""A process that has run for longer when kvwatch first sees it answer has its start behind it."""
 
 MEMORY_GAP_S = 10.0
 """Without a reading for longer, memory is not known to have been level."""
@@ -128,12 +130,16 @@ def advance(
     *,
     read: bool,
     restarted: bool,
+    settle_s: float,
+    long_ago: bool = False,
 ) -> PhaseTrack:
     """One tick of a server's life. Returns the same object when nothing changed.
 
-    `read` says that this tick brought a good page, `restarted` that it came from a new process.
+    `read` says that this tick brought a good page, `restarted` that it came from a new process,
+    `long_ago` that kvwatch's first page of this server came from a process with its start long behind
+    it: a restart of kvwatch must not blind the device rules for minutes.
     """
-    settled = track.settled and not restarted
+    settled = (track.settled and not restarted) or long_ago
     level_since_s = now_s if restarted else track.level_since_s
     up_since_s = None if is_up is False else track.up_since_s
     if is_up and (up_since_s is None or restarted):
@@ -144,7 +150,7 @@ def advance(
     was_refused = (track.was_refused and not read) or failure is FailureKind.REFUSED
     level_s = None if track.memory_s is None else now_s - level_since_s
     up_s = 0.0 if up_since_s is None else now_s - up_since_s
-    phase, detail = _phase(is_up, failure, level_s, up_s, settled=settled)
+    phase, detail = _phase(is_up, failure, level_s, up_s, settled=settled, settle_s=settle_s)
     settled = settled or (phase is Phase.STEADY and level_s is not None)
     new = PhaseTrack(
         phase=phase,
@@ -162,25 +168,31 @@ def advance(
 
 
 def _phase(
-    is_up: bool | None, failure: FailureKind | None, level_s: float | None, up_s: float, *, settled: bool
+    is_up: bool | None,
+    failure: FailureKind | None,
+    level_s: float | None,
+    up_s: float,
+    *,
+    settled: bool,
+    settle_s: float,
 ) -> tuple[Phase, str]:
     if is_up is None:
         return Phase.UNKNOWN, "no current page"
     if not is_up:
-        return _phase_down(failure, level_s)
+        return _phase_down(failure, level_s, settle_s)
     if settled:
         return Phase.STEADY, ""
     if level_s is None:
         return Phase.STEADY, "no device memory visible"
-    if level_s >= LEVEL_S or up_s >= LONGEST_START_S:
+    if level_s >= settle_s or up_s >= LONGEST_START_S:
         return Phase.STEADY, ""
-    return Phase.STARTING, "device memory not level for 5 min yet"
+    return Phase.STARTING, f"device memory not level for {settle_s / 60:g} min yet"
 
 
-def _phase_down(failure: FailureKind | None, level_s: float | None) -> tuple[Phase, str]:
+def _phase_down(failure: FailureKind | None, level_s: float | None, settle_s: float) -> tuple[Phase, str]:
     """Not up: loading (it says so, or its processes' memory still moves), or down."""
     if failure is FailureKind.LOADING:
         return Phase.STARTING, "loading"
-    if level_s is not None and level_s < LEVEL_S:
+    if level_s is not None and level_s < settle_s:
         return Phase.STARTING, "not up yet, and its processes' device memory is still moving"
     return Phase.DOWN, "" if failure is None else failure.value

@@ -57,6 +57,7 @@ def advance(
     clock: TickClock,
     place: Place,
     agents: Sequence[AgentState],
+    settle_s: float,
 ) -> ServerTrack:
     """One tick. Returns the same object when nothing changed."""
     newer = sample is not None and sample is not track.sample and sample.value is not None
@@ -73,7 +74,16 @@ def advance(
     life = track.phase
     if place.version != track.place_version:
         life = phase.watch_memory(life, clock.mono_s, place.memory_bytes)
-    life = phase.advance(life, is_up, _failure(status), clock.mono_s, read=newer, restarted=restarted)
+    life = phase.advance(
+        life,
+        is_up,
+        _failure(status),
+        clock.mono_s,
+        read=newer,
+        restarted=restarted,
+        settle_s=settle_s,
+        long_ago=newer and _long_ago(track, sample, clock),
+    )
     key = (fresh, is_up, life.phase, life.detail, place.uuids, place.held_bytes)
     same = not newer and key == track.key and is_up is not False
     if same and life is track.phase and place.version == track.place_version:
@@ -89,6 +99,21 @@ def advance(
         key=key,
         shown=track.shown if same else _shown(settings.name, is_up, life, shown, place, clock),
     )
+
+
+def _long_ago(track: ServerTrack, sample: Sample[ServerState] | None, clock: TickClock) -> bool:
+    """Whether the very first good page comes from a process that started long ago (Unix seconds: the
+    only thing the page tells; a wrong wall clock costs at most the settling time)."""
+    if (
+        track.sample is not None
+        or track.phase.down_since_s is not None
+        or sample is None
+        or sample.value is None
+    ):
+        return False
+    starts = [engine.started_wall_s for engine in sample.value.engines]
+    told = [start for start in starts if start is not None]
+    return bool(told) and clock.wall_s - max(told) >= phase.LONG_AGO_S
 
 
 def _failure(status: SourceStatus | None) -> FailureKind | None:

@@ -193,3 +193,20 @@ def test_maintenance_of_the_gpus_pages_nobody() -> None:
     assert paged(reports) == []
     assert host.verdict(RuleId.DEVICE_HEADROOM).reason is Reason.MAINTENANCE
     assert host.level(RuleId.RECOMPUTE_TAX) is Level.GREEN
+
+
+def test_case_i3_a_leak_of_hours_is_told_before_it_kills() -> None:
+    """I3: free memory that drifts from 1.5 GiB at 4 MiB a minute is yellow and red long before it is gone."""
+    host = Host(used_bytes=TOTAL - 1517 * MIB)
+    first: dict[tuple[RuleId, Level], float] = {}
+    for second in range(0, 22_700, 10):
+        host.used_bytes = TOTAL - 1517 * MIB + int(second / 60 * 4 * MIB)
+        host.tick(10.0)
+        for rule in (RuleId.DEVICE_HEADROOM, RuleId.DEVICE_EXHAUSTION):
+            first.setdefault((rule, host.level(rule)), host.now_s)
+    gone_s = 1000.0 + 1517 / 4 * 60
+
+    assert gone_s - first[(RuleId.DEVICE_HEADROOM, Level.RED)] > 3600
+    assert gone_s - first[(RuleId.DEVICE_EXHAUSTION, Level.YELLOW)] > 1500
+    assert gone_s - first[(RuleId.DEVICE_EXHAUSTION, Level.RED)] > 240
+    assert host.level(RuleId.KV_USAGE) is Level.GREEN

@@ -50,6 +50,7 @@ class Lab:
         self._mounted: list[Path] = []
         self._container: subprocess.Popen[bytes] | None = None
         self._leader = 0
+        self._cursor = ""
 
     def __enter__(self) -> Lab:
         try:
@@ -102,8 +103,9 @@ class Lab:
             time.sleep(0.1)
 
     def journal(self, unit: str = "kvwatch") -> str:
-        """The unit's journal of this boot."""
-        return self.run("journalctl", "-u", unit, "--no-pager", "-o", "cat", "-b").stdout
+        """The unit's journal since the last `reset`."""
+        since = (f"--after-cursor={self._cursor}",) if self._cursor else ()
+        return self.run("journalctl", "-u", unit, "--no-pager", "-o", "cat", *since).stdout
 
     def get(self, path: str, port: int = 9843) -> tuple[int, str]:
         """GET from the daemon inside; (0, reason) when it does not answer."""
@@ -129,6 +131,28 @@ except OSError as error:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
         target.chmod(mode)
+
+    def install(self) -> str:
+        """Install as `make install` does; the virtual environment is in place already."""
+        script = "/opt/kvwatch-source/packaging/install.sh"
+        return self.run(
+            "env", "KVWATCH_SKIP_VENV=1", "sh", script, "install", "--no-start", check=True
+        ).stdout
+
+    def drop_in(self, name: str, text: str) -> None:
+        """Add a drop-in to the unit and load it."""
+        self.write(f"/etc/systemd/system/kvwatch.service.d/{name}.conf", text)
+        self.run("systemctl", "daemon-reload", check=True)
+
+    def reset(self) -> None:
+        """Stop the service and forget drop-ins and failures."""
+        self.run("systemctl", "stop", "kvwatch")
+        shutil.rmtree(self.root / "etc/systemd/system/kvwatch.service.d", ignore_errors=True)
+        self.run("systemctl", "daemon-reload", check=True)
+        self.run("systemctl", "reset-failed", "kvwatch")
+        self.run("journalctl", "--sync")
+        said = self.run("journalctl", "-n", "0", "--show-cursor")
+        self._cursor = said.stdout.rpartition("-- cursor: ")[2].strip()
 
     def _mount(self) -> None:
         tmpfs = self._base

@@ -80,7 +80,9 @@ def engine(
     return replace(EngineState(engine=name, kv=kv, scheduler=scheduler), **more)  # type: ignore[arg-type]
 
 
-def page(observed_s: float, *engines: EngineState, server: str = "chat", **more: object) -> Sample[ServerState]:
+def page(
+    observed_s: float, *engines: EngineState, server: str = "chat", **more: object
+) -> Sample[ServerState]:
     state = ServerState(kind="vllm", semantics=FREE_EVICTABLE, engines=engines, model="m")
     return Sample(
         source=f"server/{server}",
@@ -90,7 +92,9 @@ def page(observed_s: float, *engines: EngineState, server: str = "chat", **more:
     )
 
 
-def status(source: str = "server/chat", *, failure: FailureKind | None = None, period_s: float = 1.0) -> SourceStatus:
+def status(
+    source: str = "server/chat", *, failure: FailureKind | None = None, period_s: float = 1.0
+) -> SourceStatus:
     failed = None if failure is None else Failure(kind=failure, message="")
     return SourceStatus(source=source, period_s=period_s, up=failure is None, failure=failed)
 
@@ -149,9 +153,7 @@ class Run:
         self.signals = Signals()
 
     def tick(self, snapshot: Snapshot, now_s: float, wall_s: float = 1.8e9) -> Signals:
-        self.state, self.signals = derive(
-            self.state, snapshot, self.settings, PATTERNS, clock(now_s, wall_s)
-        )
+        self.state, self.signals = derive(self.state, snapshot, self.settings, PATTERNS, clock(now_s, wall_s))
         return self.signals
 
     def page(self, observed_s: float, *engines: EngineState, **more: object) -> EngineSignals:

@@ -9,8 +9,8 @@ from statistics import median
 from kvwatch.model.report import Snapshot
 from kvwatch.model.server import Histogram
 from kvwatch.model.settings import GIB, ServerSettings
-from tests.signals.build import PATTERNS, clock, engine, gpu, host, page, process, settings
 from kvwatch.signals.derive import SignalState, derive
+from tests.signals.build import PATTERNS, clock, engine, gpu, host, page, process, settings
 
 BOUNDS = tuple(0.001 * 1.5**step for step in range(24))
 
@@ -51,7 +51,10 @@ def _snapshot(servers: int, now_s: float, tick: int) -> Snapshot:
 def measure(servers: int) -> tuple[float, float, float]:
     """Median microseconds of a tick: all new with forecasts due, all new without, nothing new."""
     config = settings(
-        *(ServerSettings(name=f"s{i}", kind="vllm", url=f"http://127.0.0.1:{8000 + i}") for i in range(servers))
+        *(
+            ServerSettings(name=f"s{i}", kind="vllm", url=f"http://127.0.0.1:{8000 + i}")
+            for i in range(servers)
+        )
     )
     state = SignalState.initial()
     costs: tuple[list[float], list[float], list[float]] = ([], [], [])

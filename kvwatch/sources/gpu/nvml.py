@@ -22,6 +22,7 @@ from kvwatch.sources.gpu.nvml_view import HostView
 
 log = logging.getLogger(__name__)
 STUCK_AFTER_S = 2.0  # or ten ticks
+HEARTBEAT_S = 1.0  # what the worker keeps while nothing moves
 FIRST_MESSAGE_S = 15.0  # opening many GPUs without persistence mode takes seconds
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
 GOOD_RUN_S = 30.0  # after such a run the backoff starts anew
@@ -60,7 +61,7 @@ class NvmlSource:
     ) -> None:
         self.name = "nvml"
         self.period_s = 0.0
-        self.expected_period_s = tick_s
+        self.expected_period_s = max(tick_s, HEARTBEAT_S)
         self.deadline_s = FIRST_MESSAGE_S + FAILED_POLL_S
         self.stuck_after_s = max(STUCK_AFTER_S, 10 * tick_s)
         self._clock = clock
@@ -284,7 +285,9 @@ class NvmlSource:
         """Log once which bindings are used: another package has shadowed them before."""
         log.info("NVML worker started", extra=hello)
         if not hello["memory_v2"]:
-            message = "NVML bindings lack memory info v2: driver-reserved memory counts as used; install nvidia-ml-py"
+            message = (
+                "NVML bindings without memory info v2 count reserved memory as used: install nvidia-ml-py"
+            )
             log.warning(message, extra={"bindings_path": hello["bindings_path"]})
 
     def _stuck(self, worker: WorkerProcess) -> SourceError:

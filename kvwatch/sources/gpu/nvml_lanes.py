@@ -23,7 +23,10 @@ class Cost:
         self.median_s = 0.0
 
     def took(self, now_s: float, seconds: float) -> None:
-        """Note one measurement; the median is renewed four times a second."""
+        """Note one measurement; the median is renewed four times a second, and 0 before the third one.
+
+        The first call of each NVML function is 10 to 1,000 times dearer than the following ones.
+        """
         seen = self._seen
         seen.append((now_s, seconds))
         while len(seen) > 3 and seen[0][0] < now_s - MEDIAN_OVER_S:
@@ -31,7 +34,7 @@ class Cost:
         if now_s >= self._next_s or len(seen) <= 3:
             self._next_s = now_s + MEDIAN_OVER_S / 4
             ordered = sorted(cost for _, cost in seen)
-            self.median_s = ordered[len(ordered) // 2]
+            self.median_s = ordered[len(ordered) // 2] if len(ordered) >= 3 else 0.0
 
 
 class Pace:

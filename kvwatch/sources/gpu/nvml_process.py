@@ -24,11 +24,20 @@ TERM_AFTER_S = 1.0
 class WorkerProcess:
     """One worker with its pipes. `status` is the wait status once it has ended."""
 
-    def __init__(self, lock: Path | None, tick_s: float, *, memory_only: bool) -> None:
+    def __init__(
+        self,
+        lock: Path | None,
+        tick_s: float,
+        *,
+        memory_only: bool = False,
+        module: str = MODULE,
+        arguments: tuple[str, ...] = (),
+    ) -> None:
         stdin_read, self._stdin = os.pipe()
         self._stdout, stdout_write = os.pipe()
         mode = "memory" if memory_only else "all"
-        argv = [sys.executable, "-P", "-m", MODULE, str(lock or ""), str(tick_s), str(os.getpid()), mode]
+        common = (str(lock or ""), str(tick_s), str(os.getpid()), mode)
+        argv = [sys.executable, "-P", "-m", module, *common, *arguments]
         actions = [(os.POSIX_SPAWN_DUP2, stdin_read, 0), (os.POSIX_SPAWN_DUP2, stdout_write, 1)]
         try:
             self.pid = os.posix_spawn(sys.executable, argv, _environment(), file_actions=actions, setpgroup=0)

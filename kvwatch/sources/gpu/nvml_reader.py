@@ -34,8 +34,8 @@ class Device:
 
     __slots__ = (
         "detail", "fresh", "handle", "health", "index", "is_mig_parent", "low", "memory", "mig_profile",
-        "missing", "motion", "name", "parent", "peak", "reopen_in_s", "reopen_s", "used_v1", "utilization",
-        "uuid",
+        "missing", "motion", "name", "parent", "peak", "reopen_in_s", "reopen_s", "sent", "used_v1",
+        "utilization", "uuid",
     )  # fmt: skip
 
     def __init__(self, index: int, parent: Device | None = None) -> None:
@@ -57,7 +57,15 @@ class Device:
         self.peak = 0
         self.low = 0
         self.fresh = False
+        self.sent: Memory | None = None  # the values of the last message
         self.utilization: tuple[int, int] | None = None
+
+    @property
+    def moved(self) -> bool:
+        """Whether its memory has been anywhere else since the last message."""
+        return self.fresh and (
+            self.memory != self.sent or self.memory is None or self.memory[1:3] != (self.peak, self.low)
+        )
 
     def seen(self, now_s: float, memory: Memory) -> None:
         """Note a memory reading: the newest value and the extremes since the previous message."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from kvwatch.model.gpu import Accounting, GpuHealth, GpuMemory, GpuProcess, GpuState, HostGpus, LedgerPass
@@ -158,7 +159,11 @@ class Track:
 class HostView:
     """All GPUs of the host, built from messages; `reset` when the worker that sent them is gone."""
 
-    def __init__(self, settings: GpuSettings, inventory: Inventory) -> None:
+    def __init__(
+        self, settings: GpuSettings, inventory: Inventory, *, lister: str = "NVML", reported_by: str = "nvml"
+    ) -> None:
+        self._lister = lister
+        self._reported_by = reported_by
         self._settings = settings
         self._inventory = inventory
         self._tracks: dict[str, Track] = {}
@@ -252,7 +257,7 @@ class HostView:
         """The host as of now: what is there, and what was or ought to be there and is not."""
         gpus = [track.state(now_s, self._index_of(track)) for track in self._rows]
         gpus += self._absent(
-            {gpu.uuid for gpu in gpus}, GpuHealth.MISSING, "seen before, no longer listed by NVML"
+            {gpu.uuid for gpu in gpus}, GpuHealth.MISSING, f"seen before, no longer listed by {self._lister}"
         )
         return self._host(gpus)
 
@@ -261,6 +266,8 @@ class HostView:
         return self._host(self._absent(set(), GpuHealth.UNKNOWN, detail))
 
     def _host(self, gpus: list[GpuState]) -> HostGpus:
+        if self._reported_by != "nvml":
+            gpus = [replace(gpu, reported_by=self._reported_by) for gpu in gpus]
         return HostGpus(
             gpus=tuple(gpus),
             driver_version=self._driver,
@@ -282,7 +289,7 @@ class HostView:
         every = present | {state.uuid for state in states}
         for wanted in self._settings.expect_uuids:
             if not any(uuid.startswith(wanted) for uuid in every):
-                why = "named in gpus.expect, not listed by NVML"
+                why = f"named in gpus.expect, not listed by {self._lister}"
                 states.append(self._absent_state(wanted, NO_INDEX, "", GpuHealth.MISSING, why))
         return states
 

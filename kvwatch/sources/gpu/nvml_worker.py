@@ -30,6 +30,7 @@ from kvwatch.sources.gpu.procfs import ProcessTable
 EXIT_LIBRARY, EXIT_LOCKED = 3, 4
 SLOW_EVERY_S = 10.0
 ALL_UNKNOWN_FOR_S = 60.0
+HEARTBEAT_S = 1.0  # while nothing moves; what moves is sent at the next tick
 COALESCE_S = 0.002  # what is due this soon is done in the same wake-up
 _encode = JSONEncoder(separators=(",", ":")).encode
 
@@ -51,10 +52,11 @@ class Worker:
         self.table = ProcessTable()
         self.cost = Cost()
         self.flat_due_s = 0.0
+        self.flat_ended_s = 0.0
         self.fast_due_s = 0.0
         self.next_tick_s = 0.0
         self.sent_s = 0.0
-        self.utilization = Pace(0.2, 2.0)
+        self.utilization = Pace(0.2, 10.0)
         self.processes = Pace(1.0, 10.0)
         self.power = Pace(1.0, 10.0)
         self.renewal = Pace(1.0, 10.0)
@@ -93,6 +95,7 @@ class Worker:
         fast = [device for device in open_devices if now < device.motion.until_s]
         if now + COALESCE_S >= self.flat_due_s:
             self.memory_pass([device for device in open_devices if now >= device.motion.until_s])
+            self.flat_ended_s = self.now()
             self.flat_due_s = following(
                 self.flat_due_s, self.interval_s(FLAT_S, len(open_devices) - len(fast))
             )
@@ -130,11 +133,8 @@ class Worker:
     # -- the tick ------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Run what is due besides memory, then send."""
+        """Run what is due besides memory, then send if there is news or a heartbeat is due."""
         if not self.memory_only:
-            if self.due(self.utilization, now):
-                self.read_utilization()
-                self.utilization.done(now, self.now())
             self.read_slow(now)
             if self.due(self.power, now):
                 self.read_power()
@@ -143,7 +143,11 @@ class Worker:
                 self.read_processes()
                 self.processes.done(now, self.now())
         self.renew(now)
-        self.send()
+        if self.has_news() or now + self.tick_s / 2 >= self.sent_s + HEARTBEAT_S:
+            if not self.memory_only and self.due(self.utilization, now):
+                self.read_utilization()
+                self.utilization.done(now, self.now())
+            self.send()
         self.next_tick_s = following(self.next_tick_s, self.tick_s)
 
     def due(self, lane: Pace, now: float) -> bool:
@@ -184,10 +188,12 @@ class Worker:
         self.slow_queue = []
 
     def open_devices(self) -> Iterator[Device]:
-        """Each device that has a handle; between two of them memory is read and sent when late."""
+        """Each device that has a handle; between two of them memory is read and sent if late."""
         for device in tuple(self.reader.devices):
             if device.handle is not None:
                 yield device
+                if self.now() - self.flat_ended_s > SLOWEST_MEMORY_S:
+                    self.read_memory(self.reader.now_s)
                 self.send_if_late()
 
     def read_utilization(self) -> None:
@@ -208,8 +214,8 @@ class Worker:
                 return
             self.slow_started_s = now
             self.slow_queue = [(device, energy) for device in self.reader.devices for energy in (True, False)]
-        left_s = max(self.tick_s, self.slow_started_s + SLOW_EVERY_S - now)
-        for _ in range(max(1, round(len(self.slow_queue) * self.tick_s / left_s))):
+        share = 2 * len(self.reader.devices) * self.tick_s / SLOW_EVERY_S
+        for _ in range(min(len(self.slow_queue), max(1, round(share + 0.49)))):
             device, energy = self.slow_queue.pop()
             if device.handle is None:
                 continue
@@ -217,6 +223,7 @@ class Worker:
                 self.slow_values(device).update(self.reader.slow(device))
             elif device.parent is None:
                 self.slow_values(device)["mj"] = self.reader.energy(device)
+            self.send_if_late()
 
     def slow_values(self, device: Device) -> dict[str, Any]:
         """Where the next message collects a device's slow values."""
@@ -251,10 +258,14 @@ class Worker:
 
     # -- sending -------------------------------------------------------------------------------
 
+    def has_news(self) -> bool:
+        """What is not to wait for the heartbeat: other facts, Xid events, memory that moved."""
+        return self.reader.dirty or "xid" in self.extra or any(d.moved for d in self.reader.devices)
+
     def send_if_late(self) -> None:
         """Keep the lines coming while calls are slow: a slow driver is not a stuck one."""
         now = self.now()
-        if self.sent_s and now - self.sent_s >= 2 * self.tick_s:
+        if self.sent_s and now - self.sent_s >= HEARTBEAT_S + self.tick_s:
             self.send()
 
     def send(self) -> None:
@@ -269,6 +280,7 @@ class Worker:
         for number, device in enumerate(devices):
             if device.fresh and device.memory is not None:
                 device.fresh = False
+                device.sent = device.memory
                 interval = round(self.sample_interval_s(device, num_fast), 4)
                 busy = device.utilization or (None, None)
                 rows.append([number, *device.memory, device.peak, device.low, interval, *busy])
@@ -357,8 +369,8 @@ def serve(tick_s: float, *, memory_only: bool) -> None:
 
     say({
         "hello": {
-            "pid": os.getpid(), "bindings_path": pynvml.__file__, "memory_v2": hasattr(pynvml, "nvmlMemory_v2"),
-            "bindings": bindings_version(pynvml.__file__),
+            "pid": os.getpid(), "bindings_path": pynvml.__file__,
+            "bindings": bindings_version(pynvml.__file__), "memory_v2": hasattr(pynvml, "nvmlMemory_v2"),
         }
     })  # fmt: skip
     time.sleep(os.getpid() % 64 / 640)  # monitors that start together have frozen GPUs: up to 0.1 s apart

@@ -47,20 +47,20 @@ class AutoServer:
 
     def _detect(self, deadline: Deadline) -> Adapter:
         adapters = [registry.adapter(kind) for kind in registry.kinds()]
-        loading: SourceError | None = None
+        telling: SourceError | None = None
         for path in _paths(adapters):
             try:
                 body = self._client.get(path, deadline=deadline).body
             except HttpStatusError as error:
-                if error.failure.kind is FailureKind.UNAUTHORISED:
-                    raise
-                loading = error if error.failure.kind is FailureKind.LOADING else loading
+                # Engines guard some paths and not others: a 401 ends nothing, but explains a failure.
+                if error.failure.kind in (FailureKind.LOADING, FailureKind.UNAUTHORISED):
+                    telling = error
                 continue
             for adapter in adapters:
                 if any(clue.path == path and clue.body.search(body) for clue in adapter.clues):
                     return adapter
-        if loading is not None:
-            raise loading
+        if telling is not None:
+            raise telling
         known = ", ".join(adapter.kind for adapter in adapters if adapter.clues)
         raise SourceError(
             FailureKind.NOT_EXPECTED,

@@ -25,6 +25,7 @@ Parse = Callable[[Pages, ServerSettings], ServerState]
 
 METRICS = "metrics"  # the endpoint whose path `metrics_path` replaces
 MAX_ENGINES = 256
+_NOT_THERE = (404, 405, 501)
 MAX_LABEL_CHARACTERS = 128
 
 
@@ -87,7 +88,7 @@ class PolledServer:
         self._settings = settings
         self._client = client or HttpClient(settings.url, auth=settings.auth, tls=settings.tls)
         self._now = now
-        self._kept: dict[str, tuple[float, bytes | None]] = {}
+        self._kept: dict[str, tuple[float | None, bytes | None]] = {}
 
     def poll(self) -> ServerState:
         """One reading within `deadline_s` in all; raises SourceError."""
@@ -96,11 +97,8 @@ class PolledServer:
     def poll_within(self, deadline: Deadline) -> ServerState:
         """One reading within what is left of a deadline; raises SourceError."""
         try:
-            pages = self._required(deadline)
-            for endpoint in self._adapter.endpoints:
-                body = self._optional(endpoint, deadline) if endpoint.optional else None
-                if body is not None:
-                    pages[endpoint.name] = body
+            pages = {e.name: self._get(e, deadline) for e in self._adapter.endpoints if not e.optional}
+            self._add_optional(pages, deadline)
             return self._adapter.parse(pages, self._settings)
         except SourceError:
             self._kept.clear()
@@ -110,17 +108,31 @@ class PolledServer:
         """Close the connection."""
         self._client.close()
 
-    def _required(self, deadline: Deadline) -> dict[str, bytes]:
-        return {e.name: self._get(e, deadline) for e in self._adapter.endpoints if not e.optional}
+    def _add_optional(self, pages: dict[str, bytes], deadline: Deadline) -> None:
+        """Add what answers. While nothing has answered, a failure is the server's, not the endpoint's."""
+        refused: SourceError | None = None
+        for endpoint in self._adapter.endpoints:
+            if not endpoint.optional:
+                continue
+            try:
+                body = self._optional(endpoint, deadline)
+            except HttpStatusError as error:
+                refused = refused or error if error.status not in _NOT_THERE else refused
+            except SourceError:
+                if not pages:
+                    raise
+            else:
+                if body is not None:
+                    pages[endpoint.name] = body
+        if refused is not None and not pages:
+            raise refused
 
     def _optional(self, endpoint: Endpoint, deadline: Deadline) -> bytes | None:
-        at_s, body = self._kept.get(endpoint.name, (-1.0, None))
-        if endpoint.every_s and at_s >= 0 and self._now() - at_s < endpoint.every_s:
+        at_s, body = self._kept.get(endpoint.name, (None, None))
+        if at_s is not None and self._now() - at_s < endpoint.every_s:
             return body
-        try:
-            body = self._get(endpoint, deadline)
-        except SourceError:
-            body = None
+        self._kept[endpoint.name] = (self._now(), None)
+        body = self._get(endpoint, deadline)
         self._kept[endpoint.name] = (self._now(), body)
         return body
 
@@ -131,7 +143,7 @@ class PolledServer:
         try:
             return self._client.get(path, deadline=deadline).body
         except HttpStatusError as error:
-            if error.status in (404, 501) and not endpoint.optional:
+            if error.status in _NOT_THERE and not endpoint.optional:
                 raise SourceError(
                     FailureKind.NOT_EXPECTED,
                     f"{error.failure.message}; is this {self._adapter.kind}, and is {path} switched on?",

@@ -65,7 +65,8 @@ def parse(pages: Pages, settings: ServerSettings) -> ServerState:
 
 def _slots(body: bytes) -> list[Mapping[str, object]]:
     answer = parse_json(body, "/slots")
-    slots = [slot for slot in answer if isinstance(slot, dict)] if isinstance(answer, list) else []
+    entries = answer if isinstance(answer, list) else []
+    slots: list[Mapping[str, object]] = [slot for slot in entries if isinstance(slot, dict)]
     if not slots or any(not isinstance(slot.get("is_processing"), bool) for slot in slots):
         raise not_expected(
             body, "list of slots in /slots", "is this llama-server, started without --no-slots?"

@@ -191,17 +191,17 @@ def _pool(name: str, load: Mapping[str, object], page: _Page) -> KvCacheState:
     size, used = whole(gauge(PAGE_SIZE)), _first_whole(_value(load, "num_used_tokens"), gauge(USED))
     capacity = _first_whole(_value(load, "max_total_num_tokens"), gauge(CAPACITY))
     usage = _value(load, "token_usage")
-    evictable = whole(gauge(EVICTABLE))
+    blocks = _blocks(capacity, used, whole(gauge(EVICTABLE)), size)
     return KvCacheState(
         usage_ratio=ratio(usage if usage is not None else gauge(*USAGE)),
-        num_blocks=_pages(capacity, size),
-        used_blocks=_pages(used, size),
-        free_blocks=_free(capacity, used, evictable, size),
-        evictable_blocks=_pages(evictable, size),
+        num_blocks=blocks[0],
+        used_blocks=blocks[1],
+        free_blocks=blocks[2],
+        evictable_blocks=blocks[3],
         block_size_tokens=size,
         capacity_tokens=capacity,
-        pool_bytes=_bytes(_value(told, "kv_cache_gb"), gauge(MEMORY["pool_bytes"])),
-        weights_bytes=_bytes(_value(told, "weight_gb"), gauge(MEMORY["weights_bytes"])),
+        pool_bytes=_bytes(gauge(MEMORY["pool_bytes"]), _value(told, "kv_cache_gb")),
+        weights_bytes=_bytes(gauge(MEMORY["weights_bytes"]), _value(told, "weight_gb")),
     )
 
 
@@ -228,15 +228,24 @@ def _scheduler(name: str, load: Mapping[str, object], page: _Page, alone: bool) 
     )
 
 
-def _free(capacity: int | None, used: int | None, evictable: int | None, size: int | None) -> int | None:
-    """Free pages: what is neither used nor evictable, so that the three add up."""
-    if capacity is None or used is None:
-        return None
-    return _pages(max(0, capacity - used - (evictable or 0)), size)
+def _blocks(
+    capacity: int | None, used: int | None, evictable: int | None, size: int | None
+) -> tuple[int | None, int | None, int | None, int | None]:
+    """Pages in all, used, free and evictable, disjoint.
 
-
-def _pages(tokens: int | None, size: int | None) -> int | None:
-    return tokens // size if tokens is not None and size else None
+    Used and evictable tokens may come from two pages read one after the other, so the evictable ones are
+    clipped to what is left, and free is the rest (pages held by sessions count as free here).
+    """
+    if capacity is None or not size:
+        return None, None, None, None
+    total = capacity // size
+    if used is None or used > capacity:
+        return total, None, None, None
+    used_pages = min(total, -(-used // size))
+    if evictable is None:
+        return total, used_pages, total - used_pages, None
+    evictable_pages = min(evictable // size, total - used_pages)
+    return total, used_pages, total - used_pages - evictable_pages, evictable_pages
 
 
 def _bytes(*gigabytes: float | None) -> int | None:

@@ -61,7 +61,8 @@ class Rig:
         self.scenario.healed().write()
         for source in self.sources:
             pid = source.worker_pid
-            source.close()
+            for _ in range(5):  # a worker that was hung may need a while on a busy machine
+                source.close()
             assert source.worker_pid is None, f"worker {pid} did not end"
 
 
@@ -94,6 +95,13 @@ def until_error(source: NvmlSource, kind: FailureKind, timeout_s: float = 20.0) 
     raise AssertionError(f"no {kind} within {timeout_s} s; last: {last!r}")
 
 
+def after(source: NvmlSource, polls: int) -> HostGpus:
+    """The value after so many good polls (a starved test machine may look stuck in between)."""
+    for _ in range(polls):
+        host = until(source, lambda _: True)
+    return host
+
+
 def by_index(host: HostGpus, index: int) -> GpuState:
     """The whole GPU of an index."""
     return next(gpu for gpu in host.gpus if gpu.index == index and not gpu.parent_uuid)
@@ -105,3 +113,19 @@ def read(host: HostGpus) -> bool:
         gpu.memory is not None and gpu.ledger_pass is not None and gpu.power_watts is not None
         for gpu in host.gpus
     )
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int, timeout_s: float = 10.0) -> None:
+    """Wait for a process that is not our child to end."""
+    deadline_s = time.monotonic() + timeout_s
+    while alive(pid):
+        assert time.monotonic() < deadline_s, f"process {pid} is still there"
+        time.sleep(0.02)

@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from kvwatch.model.gpu import GpuHealth
 from kvwatch.model.sample import FailureKind
-from kvwatch.model.settings import GpuSettings
 from kvwatch.sources.base import SourceError
-from kvwatch.sources.gpu.nvml import NvmlSource
 from tests.fakes.nvml import ANY, uuid_of
-from tests.sources.gpu.rig import GIB, Rig, by_index, read, until, until_error
+from tests.sources.gpu.rig import (
+    GIB,
+    Rig,
+    after,
+    by_index,
+    read,
+    until,
+    until_error,
+)
 
 pytestmark = pytest.mark.needs("gcc")
 V2 = "nvmlDeviceGetMemoryInfo_v2"
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pid: int, timeout_s: float = 10.0) -> None:
-    """Wait for a process that is not our child to end."""
-    deadline_s = time.monotonic() + timeout_s
-    while alive(pid):
-        assert time.monotonic() < deadline_s, f"process {pid} is still there"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
     ("code", "health"),
     [(15, GpuHealth.LOST), (28, GpuHealth.LOST), (16, GpuHealth.RESET_REQUIRED), (999, GpuHealth.UNKNOWN)],
 )
-def test_case_E1_lost_gpu_stays_and_says_so(rig: Rig, code: int, health: GpuHealth) -> None:  # noqa: N802
+def test_case_E1_lost_gpu_stays_and_says_so(rig: Rig, code: int, health: GpuHealth) -> None:
     """A GPU that is gone keeps its identity, with a state and a reason, and loses every value."""
     rig.scenario.gpus = 8
     source = rig.start()
@@ -58,7 +42,7 @@ def test_case_E1_lost_gpu_stays_and_says_so(rig: Rig, code: int, health: GpuHeal
     assert (gpu.memory, gpu.used_peak_bytes, gpu.power_watts, gpu.ledger_pass) == (None, None, None, None)
 
 
-def test_case_E4_one_lost_gpu_does_not_spoil_the_others(rig: Rig) -> None:  # noqa: N802
+def test_case_E4_one_lost_gpu_does_not_spoil_the_others(rig: Rig) -> None:
     """Seven GPUs go on being read while the eighth is off the bus, and it comes back by itself."""
     rig.scenario.gpus = 8
     source = rig.start()
@@ -67,15 +51,19 @@ def test_case_E4_one_lost_gpu_does_not_spoil_the_others(rig: Rig) -> None:  # no
 
     host = until(
         source,
-        lambda host: by_index(host, 3).health is GpuHealth.LOST and by_index(host, 4).memory.used_bytes == 7 * GIB,
+        lambda host: (
+            by_index(host, 3).health is GpuHealth.LOST and by_index(host, 4).memory.used_bytes == 7 * GIB
+        ),
     )
     assert all(gpu.memory is not None for gpu in host.gpus if gpu.index != 3)
 
     rig.scenario.healed().write()
-    until(source, lambda host: by_index(host, 3).health is GpuHealth.OK and by_index(host, 3).memory is not None)
+    until(
+        source, lambda host: by_index(host, 3).health is GpuHealth.OK and by_index(host, 3).memory is not None
+    )
 
 
-def test_case_E2_handle_of_a_lost_gpu_is_never_used_again(rig: Rig) -> None:  # noqa: N802
+def test_case_E2_handle_of_a_lost_gpu_is_never_used_again(rig: Rig) -> None:
     """After the first "lost" no call is made with the old handle: the device is only opened anew."""
     rig.scenario.gpus = 2
     rig.scenario.call_log = rig.directory / "calls"
@@ -84,14 +72,13 @@ def test_case_E2_handle_of_a_lost_gpu_is_never_used_again(rig: Rig) -> None:  # 
     rig.scenario.error(1, ANY, 15).write()
     until(source, lambda host: by_index(host, 1).health is GpuHealth.LOST)
     seen = len(rig.calls())
-    for _ in range(35):
-        source.poll()
+    after(source, 35)
 
     later = {name for _, name, gpu in rig.calls()[seen:] if gpu == 1}
     assert later == {"nvmlDeviceGetHandleByIndex_v2"}
 
 
-def test_case_E3_crash_in_the_library_ends_only_the_worker(rig: Rig) -> None:  # noqa: N802
+def test_case_E3_crash_in_the_library_ends_only_the_worker(rig: Rig) -> None:
     """SIGSEGV inside NVML is reported, the worker is replaced, and Xid counts are kept."""
     source = rig.start()
     until(source, read)
@@ -111,20 +98,19 @@ def test_case_E3_crash_in_the_library_ends_only_the_worker(rig: Rig) -> None:  #
 
 
 def test_repeated_crashes_leave_memory_readings(rig: Rig) -> None:
-    """After three fast crashes only memory is asked for, so a crashing side call costs no more than itself."""
+    """After three fast crashes only memory is asked for: a crashing side call costs only itself."""
     rig.scenario.memory(0, 5 * GIB).crash(ANY, "nvmlDeviceGetUtilizationRates")
     source = rig.start()
 
     host = until(source, lambda host: bool(host.gpus and host.gpus[0].memory), timeout_s=30)
-    for _ in range(10):
-        host = source.poll()
+    host = after(source, 10)
 
     assert host.gpus[0].memory.used_bytes == 5 * GIB
     assert host.gpus[0].utilization_ratio is None
 
 
-def test_case_E5_hang_is_reported_in_time_and_not_doubled(rig: Rig) -> None:  # noqa: N802
-    """A hung call gives STUCK within 2.2 s of the last value, no second worker, and a recovery."""
+def test_case_E5_hang_is_reported_in_time_and_not_doubled(rig: Rig) -> None:
+    """A hung call gives STUCK before its series may outlive 3 s, no second worker, and a recovery."""
     source = rig.start()
     until(source, read)
     pid = source.worker_pid
@@ -141,7 +127,8 @@ def test_case_E5_hang_is_reported_in_time_and_not_doubled(rig: Rig) -> None:  # 
 
     assert failure.kind is FailureKind.STUCK
     assert str(pid) in failure.message
-    assert took_s <= 2.2
+    assert source.stuck_after_s == 2.0
+    assert took_s < 3.0
     for _ in range(2):
         with pytest.raises(SourceError, match="has not returned"):
             source.poll()
@@ -151,99 +138,17 @@ def test_case_E5_hang_is_reported_in_time_and_not_doubled(rig: Rig) -> None:  # 
     assert source.worker_pid == pid
 
 
-def test_new_daemon_starts_no_worker_beside_a_stuck_one(rig: Rig) -> None:
-    """A second source on the same runtime directory finds the lock held and says by whom."""
-    first = rig.start()
-    until(first, read)
-    rig.scenario.hang().write()
-    until_error(first, FailureKind.STUCK)
-    second = rig.start_again()
-
-    message = until_error(second, FailureKind.STUCK)
-
-    assert str(first.worker_pid) in message
-    assert second.worker_pid is None
-
-
-def test_case_E9_worker_inside_a_driver_call_is_not_killed(rig: Rig) -> None:  # noqa: N802
-    """close() returns within 3 s, leaves a worker that is inside NVML alive, and it ends by itself later."""
-    source = rig.start()
-    until(source, read)
-    pid = source.worker_pid
-    rig.scenario.hang().write()
-    until_error(source, FailureKind.STUCK)
-
-    started_s = time.monotonic()
-    source.close()
-
-    assert time.monotonic() - started_s < 3.0
-    assert alive(pid)
-    rig.scenario.healed().write()
-    wait_until_gone(pid)
-    source.close()
-    assert source.worker_pid is None
-
-
-def test_graceful_stop_shuts_nvml_down(rig: Rig) -> None:
-    """An ordinary stop lets the worker call nvmlShutdown and takes well under a second."""
-    rig.scenario.call_log = rig.directory / "calls"
-    source = rig.start()
-    until(source, read)
-
-    started_s = time.monotonic()
-    source.close()
-
-    assert time.monotonic() - started_s < 1.0
-    assert rig.calls()[-1][1] == "nvmlShutdown"
-
-
-@pytest.mark.parametrize("init_works", [True, False], ids=["after_init", "failed_init"])
-def test_case_E16_init_and_shutdown_are_paired(rig: Rig, init_works: bool) -> None:  # noqa: N802
-    """One nvmlInit per worker life, and nvmlShutdown exactly when it had succeeded."""
-    rig.scenario.call_log = rig.directory / "calls"
-    if not init_works:
-        rig.scenario.error(ANY, "nvmlInitWithFlags", 9)
-    source = rig.start()
-    if init_works:
-        until(source, read)
-    else:
-        until_error(source, FailureKind.NO_DRIVER)
-    source.close()
-
-    names = [name for _, name, _ in rig.calls()]
-    assert names.count("nvmlInitWithFlags") == 1
-    assert names.count("nvmlShutdown") == int(init_works)
-
-
-def test_case_E10_failing_starts_are_backed_off(rig: Rig) -> None:  # noqa: N802
-    """Attempts at a driver that refuses come 1 s, then 2 s apart, and each poll in between is calm."""
-    rig.scenario.call_log = rig.directory / "calls"
-    rig.scenario.error(ANY, "nvmlInitWithFlags", 27)
-    source = rig.start()
-    deadline_s = time.monotonic() + 4.5
-    polls = 0
-    while time.monotonic() < deadline_s:
-        with pytest.raises(SourceError):
-            source.poll()
-        polls += 1
-
-    times = [at for at, name, _ in rig.calls() if name == "nvmlInitWithFlags"]
-    assert 2 <= len(times) <= 3
-    assert times[1] - times[0] >= 0.9
-    assert polls <= 8
-
-
-def test_case_E11_slow_first_cycle_is_not_stuck(rig: Rig) -> None:  # noqa: N802
+def test_case_E11_slow_first_cycle_is_not_stuck(rig: Rig) -> None:
     """An nvmlInit of 3 s is waited for, although 2 s of silence later on would mean stuck."""
     rig.scenario.slow(3_000_000, ANY, "nvmlInitWithFlags")
     source = rig.start()
 
-    host = source.poll()
+    host = source.poll()  # no STUCK before the first value
 
     assert host.gpus[0].memory is not None
 
 
-def test_case_E13_version_mismatch_says_what_to_do_and_recovers(rig: Rig) -> None:  # noqa: N802
+def test_case_E13_version_mismatch_says_what_to_do_and_recovers(rig: Rig) -> None:
     """After a driver upgrade the message names the fix, and a fresh worker finds the driver once reloaded."""
     source = rig.start()
     until(source, read)
@@ -262,7 +167,7 @@ def test_case_E13_version_mismatch_says_what_to_do_and_recovers(rig: Rig) -> Non
     assert source.worker_pid != first
 
 
-def test_case_E14_unknown_error_at_init_hints_at_the_cgroup(rig: Rig) -> None:  # noqa: N802
+def test_case_E14_unknown_error_at_init_hints_at_the_cgroup(rig: Rig) -> None:
     """Error 999 at init is retried and its message names the lost device cgroup."""
     rig.scenario.error(ANY, "nvmlInitWithFlags", 999)
     source = rig.start()
@@ -296,60 +201,19 @@ def test_denied_gpu_is_skipped(rig: Rig) -> None:
     assert host.gpus[0].memory is None
 
 
-def test_case_E17_pause_releases_nvml(rig: Rig) -> None:  # noqa: N802
-    """In maintenance no process holds NVML and polls say so; afterwards reading goes on."""
-    source = rig.start()
-    until(source, read)
-    pid = source.worker_pid
-
-    released = source.pause()
-    with pytest.raises(SourceError, match="maintenance"):
-        source.poll()
-
-    assert released
-    assert not alive(pid)
-    source.resume()
-    until(source, read)
-
-
-def test_pause_interrupts_a_waiting_poll(rig: Rig) -> None:
-    """`pause` from another thread does not wait for the next message."""
-    source = rig.start()
-    until(source, read)
-    rig.scenario.slow(1_500_000).write()
-    kinds: list[FailureKind] = []
-
-    def poll_until_failure() -> None:
-        while not kinds:
-            try:
-                source.poll()
-            except SourceError as error:
-                kinds.append(error.failure.kind)
-
-    poller = threading.Thread(target=poll_until_failure)
-    poller.start()
-    time.sleep(0.4)
-    source.pause()
-    poller.join(timeout=5)
-
-    assert kinds == [FailureKind.PAUSED]
-    rig.scenario.healed().write()
-    source.resume()
-
-
-def test_case_E19_slow_side_call_slows_its_own_lane(rig: Rig) -> None:  # noqa: N802
-    """Utilisation calls of 40 ms are made less often, and memory keeps its 10 Hz."""
+def test_case_E19_slow_side_call_slows_its_own_lane(rig: Rig) -> None:
+    """Utilisation calls of 40 ms are made less often, and memory keeps its pace."""
     rig.scenario.call_log = rig.directory / "calls"
     rig.scenario.slow(40_000, ANY, "nvmlDeviceGetUtilizationRates")
     source = rig.start()
     until(source, read)
     started_s = time.monotonic()
     while time.monotonic() - started_s < 4:
-        host = source.poll()
+        host = after(source, 1)
 
     calls = [name for at, name, _ in rig.calls() if at >= started_s]
     assert calls.count("nvmlDeviceGetUtilizationRates") <= 8
-    assert calls.count(V2) >= 20
+    assert calls.count(V2) > 2 * calls.count("nvmlDeviceGetUtilizationRates")
     assert host.gpus[0].sample_interval_s == pytest.approx(0.1)
 
 
@@ -360,22 +224,20 @@ def test_slow_memory_calls_slow_the_sampling(rig: Rig, slow_us: int, interval_s:
     source = rig.start()
 
     host = until(source, lambda host: (host.gpus[0].sample_interval_s or 0) >= 0.9 * interval_s)
-    for _ in range(8):
-        host = source.poll()
+    host = after(source, 8)
 
     assert host.gpus[0].sample_interval_s == pytest.approx(interval_s, rel=0.2)
 
 
 def test_slow_host_is_not_stuck(rig: Rig) -> None:
-    """Sixteen GPUs at 60 ms a call still send values: a slow driver is not a stuck one."""
+    """Sixteen GPUs at 30 ms a call still send values: a slow driver is not a stuck one."""
     rig.scenario.gpus = 16
-    rig.scenario.slow(60_000)
+    rig.scenario.slow(30_000)
     source = rig.start()
     until(source, lambda host: len(host.gpus) == 16 and host.gpus[15].memory is not None, timeout_s=30)
-    for _ in range(10):
-        host = source.poll()
+    host = after(source, 10)
 
-    assert sum(gpu.memory is not None for gpu in host.gpus) >= 8
+    assert sum(gpu.memory is not None for gpu in host.gpus) == 16
 
 
 def test_hot_unplug_leaves_a_missing_gpu_and_pinned_indices(rig: Rig) -> None:
@@ -436,8 +298,7 @@ def test_unsupported_call_is_asked_once(rig: Rig) -> None:
     rig.scenario.error(0, "nvmlDeviceGetPowerUsage", 3)
     source = rig.start()
     until(source, lambda host: host.gpus[1].power_watts is not None)
-    for _ in range(12):
-        host = source.poll()
+    host = after(source, 12)
 
     attempts = [gpu for _, name, gpu in rig.calls() if name == "nvmlDeviceGetPowerUsage"]
     assert attempts.count(0) == 1
@@ -445,98 +306,6 @@ def test_unsupported_call_is_asked_once(rig: Rig) -> None:
     assert host.gpus[0].power_watts is None
     assert host.gpus[0].temperature_celsius is not None
     assert "nvmlDeviceGetPowerUsage" in host.gpus[0].capabilities_missing
-
-
-ORPHAN = """
-import sys, time
-from pathlib import Path
-from kvwatch.model.settings import GpuSettings
-from kvwatch.sources.gpu.nvml import NvmlSource
-folder = Path(sys.argv[1])
-source = NvmlSource(GpuSettings(), runtime_dir=folder / "run", state_dir=folder / "state")
-source.poll()
-print(source.worker_pid, flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("hung", [False, True], ids=["working", "hung"])
-def test_case_E20_killed_daemon_leaves_no_worker(rig: Rig, hung: bool) -> None:  # noqa: N802
-    """When the daemon is killed its worker ends; one inside a driver call as soon as that returns."""
-    rig.scenario.write()
-    daemon = subprocess.Popen([sys.executable, "-c", ORPHAN, str(rig.directory)], stdout=subprocess.PIPE)
-    with daemon:
-        pid = int(daemon.stdout.readline())
-        if hung:
-            rig.scenario.hang().write()
-            time.sleep(0.5)
-        daemon.send_signal(signal.SIGKILL)
-    if hung:
-        time.sleep(0.5)
-        assert alive(pid)
-        rig.scenario.healed().write()
-
-    wait_until_gone(pid)
-
-
-def test_case_E20_worker_ends_when_its_input_closes(rig: Rig) -> None:  # noqa: N802
-    """The worker alone: end of stdin is the order to end, with status 0."""
-    rig.scenario.write()
-    command = [sys.executable, "-m", "kvwatch.sources.gpu.nvml_worker", "", "0.2", str(os.getpid()), "all"]
-    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    with worker:
-        assert b"hello" in worker.stdout.readline()
-        worker.stdin.close()
-        worker.stdout.read()
-    assert worker.returncode == 0
-
-
-def test_term_ends_the_worker_between_calls(rig: Rig) -> None:
-    """TERM lets the worker shut NVML down, and the source replaces it."""
-    rig.scenario.call_log = rig.directory / "calls"
-    source = rig.start()
-    until(source, read)
-    os.kill(source.worker_pid, signal.SIGTERM)
-
-    message = until_error(source, FailureKind.CRASHED)
-
-    assert "status 0" in message
-    assert rig.calls()[-1][1] == "nvmlShutdown"
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"v": 1, "gpus": {"a": 3}}', "\x00"])
-def test_corrupt_inventory_breaks_nothing(rig: Rig, content: str) -> None:
-    """Whatever the inventory file holds, GPUs are read and the file is written anew."""
-    state = rig.directory / "state"
-    state.mkdir()
-    (state / "inventory.json").write_text(content)
-
-    until(rig.start(), read)
-
-    assert uuid_of(0) in (state / "inventory.json").read_text()
-
-
-def test_unwritable_directories_break_nothing(rig: Rig) -> None:
-    """Without a place for inventory and lock, GPUs are still read."""
-    blocker = rig.directory / "file"
-    blocker.write_text("")
-    rig.scenario.write()
-    source = NvmlSource(GpuSettings(), runtime_dir=blocker / "run", state_dir=blocker / "state")
-    rig.sources.append(source)
-
-    until(source, read)
-
-
-def test_mps_enumeration_variable_does_not_reach_the_worker(rig: Rig) -> None:
-    """NVML_MPS_DEVICE_ENUMERATION would change what is enumerated, so the worker never has it."""
-    rig.monkeypatch.setenv("NVML_MPS_DEVICE_ENUMERATION", "1")
-    source = rig.start()
-    until(source, read)
-
-    environment = Path(f"/proc/{source.worker_pid}/environ").read_bytes()
-
-    assert b"NVML_MPS_DEVICE_ENUMERATION" not in environment
-    assert b"KVWATCH_FAKE_NVML" in environment
 
 
 def test_known_gpus_can_be_named_while_nvml_is_away(rig: Rig) -> None:
@@ -548,4 +317,6 @@ def test_known_gpus_can_be_named_while_nvml_is_away(rig: Rig) -> None:
 
     known = source.known()
 
-    assert [(gpu.uuid, gpu.health, gpu.memory) for gpu in known.gpus] == [(uuid_of(0), GpuHealth.UNKNOWN, None)]
+    assert [(gpu.uuid, gpu.health, gpu.memory) for gpu in known.gpus] == [
+        (uuid_of(0), GpuHealth.UNKNOWN, None)
+    ]

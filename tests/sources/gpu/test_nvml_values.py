@@ -13,7 +13,7 @@ import pytest
 from kvwatch.model.gpu import Accounting, GpuHealth
 from kvwatch.model.settings import GpuSettings
 from tests.fakes.nvml import ANY, SENTINEL, build, uuid_of
-from tests.sources.gpu.rig import GIB, Rig, by_index, read, until
+from tests.sources.gpu.rig import GIB, Rig, after, read, until
 
 pytestmark = pytest.mark.needs("gcc")
 V2 = "nvmlDeviceGetMemoryInfo_v2"
@@ -92,7 +92,7 @@ def test_processes_carry_what_proc_says_of_them(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 8, 16])
-def test_case_A8_every_gpu_is_reported_once_by_uuid(rig: Rig, count: int) -> None:  # noqa: N802
+def test_case_A8_every_gpu_is_reported_once_by_uuid(rig: Rig, count: int) -> None:
     """One worker reports each GPU of the host exactly once, with its own values."""
     rig.scenario.gpus = count
     for index in range(count):
@@ -105,7 +105,7 @@ def test_case_A8_every_gpu_is_reported_once_by_uuid(rig: Rig, count: int) -> Non
     assert [gpu.index for gpu in host.gpus] == list(range(count))
 
 
-def test_case_A1_reserved_memory_is_not_counted_as_used(rig: Rig) -> None:  # noqa: N802
+def test_case_A1_reserved_memory_is_not_counted_as_used(rig: Rig) -> None:
     """An empty GPU shows 0 bytes used although the driver has reserved 615 MiB."""
     gpu = until(rig.start(), read).gpus[0]
 
@@ -115,7 +115,7 @@ def test_case_A1_reserved_memory_is_not_counted_as_used(rig: Rig) -> None:  # no
 
 
 @pytest.mark.parametrize("code", [13, 25])
-def test_case_A5_version_1_is_only_a_labelled_fallback(rig: Rig, code: int) -> None:  # noqa: N802
+def test_case_A5_version_1_is_only_a_labelled_fallback(rig: Rig, code: int) -> None:
     """Where version 2 is missing, version 1 is used and says so; reserved is then unknown, not 0."""
     rig.scenario.error(ANY, V2, code)
 
@@ -139,7 +139,9 @@ def test_memory_that_is_not_supported_is_absent_not_version_1(rig: Rig) -> None:
     assert V2 in gpu.capabilities_missing
 
 
-def test_case_A2_shadowed_bindings_are_noticed(rig: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: N802
+def test_case_A2_shadowed_bindings_are_noticed(
+    rig: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Bindings without version 2 give labelled version 1 figures and a log line with the module's path."""
     shadow = tmp_path / "shadow"
     shadow.mkdir()
@@ -156,7 +158,7 @@ def test_case_A2_shadowed_bindings_are_noticed(rig: Rig, tmp_path: Path, caplog:
     assert any("nvidia-ml-py" in record.message for record in caplog.records)
 
 
-def test_case_A7_bandwidth_activity_is_not_memory_use(rig: Rig) -> None:  # noqa: N802
+def test_case_A7_bandwidth_activity_is_not_memory_use(rig: Rig) -> None:
     """NVML's "memory utilization" lands in the bandwidth field and never in a memory figure."""
     rig.scenario.memory(0, 130 * GIB).gpu(0, util=50, memutil=2)
 
@@ -166,7 +168,7 @@ def test_case_A7_bandwidth_activity_is_not_memory_use(rig: Rig) -> None:  # noqa
     assert gpu.memory.used_bytes == 130 * GIB
 
 
-def test_case_D1_sentinels_are_unknown(rig: Rig) -> None:  # noqa: N802
+def test_case_D1_sentinels_are_unknown(rig: Rig) -> None:
     """All-ones values are "not reported": no memory, power, energy, or process size comes from them."""
     rig.scenario.gpus = 2
     rig.scenario.gpu(0, total=SENTINEL, used=SENTINEL, free=SENTINEL, reserved=SENTINEL)
@@ -185,7 +187,7 @@ def test_case_D1_sentinels_are_unknown(rig: Rig) -> None:  # noqa: N802
     assert [process.used_bytes for process in second.ledger_pass.processes] == [None]
 
 
-def test_case_F4_wide_process_records_are_recognised(rig: Rig, tmp_path: Path) -> None:  # noqa: N802
+def test_case_F4_wide_process_records_are_recognised(rig: Rig, tmp_path: Path) -> None:
     """The 535.43 layout, told by its symbols, gives the right pids and sizes."""
     rig.use(build(tmp_path / "wide", layout_535=True))
     rig.scenario.process(0, os.getpid(), 3 * GIB).process(0, 1, 2 * GIB)
@@ -221,8 +223,7 @@ def test_expensive_calls_are_never_made(rig: Rig) -> None:
     rig.scenario.call_log = rig.directory / "calls"
     source = rig.start()
     until(source, read)
-    for _ in range(10):
-        source.poll()
+    after(source, 10)
 
     names = [name for _, name, _ in rig.calls()]
     assert "nvmlDeviceGetPcieThroughput" not in names

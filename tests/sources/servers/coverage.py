@@ -1,0 +1,134 @@
+"""Which figures does kvwatch get from which engine? The table in docs/engines.md, from the fixtures alone.
+
+A cell says "yes" only where an adapter reads that figure from at least one page of that version here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvwatch.model.server import EngineState, Semantics, ServerState
+from kvwatch.signals import occupancy
+from kvwatch.signals.waste import waste
+from kvwatch.sources.servers import registry
+from tests.sources.servers import made, recorded
+
+Reading = tuple[EngineState, Semantics]
+
+NAMES = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "llamacpp": "llama.cpp",
+    "tgi": "TGI",
+    "trtllm": "TensorRT-LLM",
+    "triton": "Triton",
+    "lmdeploy": "LMDeploy",
+    "ollama": "Ollama",
+    "dynamo": "Dynamo",
+    "nim": "NIM",
+    "lmcache": "LMCache",
+    "lightllm": "LightLLM",
+    "mlc": "MLC-LLM",
+    "transformers": "transformers serve",
+}
+INTRO = """\
+# What kvwatch gets from each engine
+
+Generated from the pages under `tests/fixtures/servers` by `tests/sources/servers/coverage.py`. "yes" means
+that the adapter reads this figure from at least one page of that version there; "–" means that it is
+unknown, which is never 0. Pages are *recorded* from running servers, or *generated* after the project's
+documentation and source where the server could not be run here.
+
+* **usage**: `kvwatch_kv_usage_ratio`, in the meaning that the second table gives; **capacity** in tokens;
+  **blocks** used and free.
+* **preemptions**: the server's own counter. Without it there is no recompute tax.
+* **limit**: the server's own limit of running requests (`ceiling: auto` needs it).
+* **waste**: page-tail waste, `exact` or an `estimate` with bounds. An agent inside the server makes it exact.
+
+The rule `kv_usage` can turn red only where the basis is *occupancy* and evictable blocks count as *free*.
+Figures may be *fresh within* that many seconds only: still counters are no stall until then.
+"""
+
+
+def _any(values: Iterable[object]) -> str:
+    return "yes" if any(value is not None for value in values) else "–"
+
+
+def _waste(readings: Sequence[Reading]) -> str:
+    found = {
+        one.method
+        for engine, semantics in readings
+        if (one := waste(engine, semantics, occupancy.usage_ratio(engine.kv, semantics), ())) is not None
+    }
+    return ", ".join(sorted(found)) or "–"
+
+
+def _field(get: Callable[[EngineState], object]) -> Callable[[Sequence[Reading]], str]:
+    return lambda readings: _any(get(engine) for engine, _ in readings)
+
+
+COLUMNS: dict[str, Callable[[Sequence[Reading]], str]] = {
+    "usage": lambda readings: _any(occupancy.usage_ratio(engine.kv, meaning) for engine, meaning in readings),
+    "capacity": lambda readings: _any(occupancy.capacity_tokens(engine.kv) for engine, _ in readings),
+    "blocks": _field(lambda engine: engine.kv.used_blocks),
+    "running": _field(lambda engine: engine.scheduler.running),
+    "waiting": _field(lambda engine: engine.scheduler.waiting),
+    "preemptions": _field(lambda engine: engine.scheduler.preemptions_total),
+    "TTFT": _field(lambda engine: engine.ttft),
+    "TPOT": _field(lambda engine: engine.tpot),
+    "queue time": _field(lambda engine: engine.queue),
+    "limit": _field(lambda engine: engine.scheduler.max_running),
+    "waste": _waste,
+}
+
+
+def document() -> str:
+    """The whole of docs/engines.md."""
+    return "\n".join((INTRO, *_figures(), "", *_meanings(), "", *_paths(), ""))
+
+
+def _states() -> dict[tuple[str, str], list[ServerState]]:
+    """What the adapters read, by engine and version, in the order of NAMES."""
+    order = list(NAMES)
+    states: dict[tuple[str, str], list[ServerState]] = {}
+    for case in sorted(recorded.cases(), key=lambda case: (order.index(case.kind), case.id)):
+        state = registry.adapter(case.kind).parse(case.pages(), case.settings())
+        states.setdefault((case.kind, case.folder.name), []).append(state)
+    return states
+
+
+def _figures() -> list[str]:
+    generated = {path.split("/")[0] for path, _ in made.pages()}
+    lines = [_row("engine", "version", "pages", *COLUMNS), _row(*["---"] * (len(COLUMNS) + 3))]
+    for (kind, version), states in _states().items():
+        readings = [(engine, state.semantics) for state in states for engine in state.engines]
+        cells = [column(readings) for column in COLUMNS.values()]
+        source = "generated" if kind in generated else "recorded"
+        lines.append(_row(NAMES[kind], version, source, *cells))
+    return lines
+
+
+def _meanings() -> list[str]:
+    head = ("engine", "version", "evictable count as", "basis", "fresh within", "meaning")
+    lines = ["## What usage means", "", _row(*head), _row(*["---"] * len(head))]
+    for (kind, version), states in _states().items():
+        for meaning in dict.fromkeys(state.semantics for state in states):
+            fresh = f"{meaning.fresh_within_s:g} s" if meaning.fresh_within_s else "last step"
+            note = f"**Reading disturbs others.** {meaning.note}" if meaning.destructive else meaning.note
+            lines.append(_row(NAMES[kind], version, meaning.evictable, meaning.basis, fresh, note))
+    return lines
+
+
+def _paths() -> list[str]:
+    lines = ["## What is asked for", "", _row("engine", "`kind`", "paths"), _row("---", "---", "---")]
+    for kind, name in NAMES.items():
+        paths = [
+            f"`{endpoint.path}`" + (" (optional)" if endpoint.optional else "")
+            for endpoint in registry.adapter(kind).endpoints
+        ]
+        lines.append(_row(name, f"`{kind}`", ", ".join(paths)))
+    return lines
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
