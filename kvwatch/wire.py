@@ -210,7 +210,7 @@ def read_small(path: str) -> bytes:
 
 def next_seq(last: int) -> int:
     """A number above `last` and above every number an earlier daemon of this boot has used."""
-    return max(last + 1, int(clock_s() * 1000))
+    return max(last + 1, int(clock_s() * 1e6))
 
 
 def write(directory: Path, lease: Lease) -> None:

@@ -121,7 +121,7 @@ _RULE_ALERTS = (
             "still look healthy. Likely cause: a hung collective or kernel, a GPU that stopped (look for "
             "Xid events), or a paused engine."
         ),
-        for_s=15,
+        for_s=5,
         example=Example(labels=_SERVER, where="server chat engine 0"),
     ),
     _RuleAlert(
@@ -137,7 +137,7 @@ _RULE_ALERTS = (
         ),
         unit="ratio",
         yellow=INFO,
-        for_s=15,
+        for_s=5,
         example=_server(0.08, "8%", 0.05, "5%"),
         yellow_example=_server(0.03, "3%", 0.02, "2%"),
     ),
@@ -152,7 +152,7 @@ _RULE_ALERTS = (
         ),
         unit="times",
         yellow=INFO,
-        for_s=15,
+        for_s=5,
         example=_server(2.5, "2.5x", 1.5, "1.5x"),
         yellow_example=_server(1.25, "1.25x", 1.0, "1x"),
     ),

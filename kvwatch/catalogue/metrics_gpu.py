@@ -12,6 +12,7 @@ from kvwatch.catalogue.metrics_spec import (
     experimental,
     gauge,
     info,
+    kept,
     stateset,
 )
 from kvwatch.model.gpu import GpuHealth, GpuMemory, GpuState
@@ -25,8 +26,21 @@ HEALTHS = tuple(GpuHealth)
 GPU = ("uuid", "gpu")
 
 
+# The same tuple for a GPU in every row of every report: rows are compared by identity first.
+_IDS: dict[str, tuple[int, tuple[str, str]]] = {}
+MAX_KEPT_IDS = 1024
+
+
 def _ids(gpu: GpuReport) -> tuple[str, str]:
-    return gpu.state.uuid, str(gpu.state.index)
+    state = gpu.state
+    known = _IDS.get(state.uuid)
+    if known is not None and known[0] == state.index:
+        return known[1]
+    if len(_IDS) >= MAX_KEPT_IDS:
+        _IDS.clear()
+    made = (state.uuid, str(state.index))
+    _IDS[state.uuid] = (state.index, made)
+    return made
 
 
 def _state(pick: Callable[[GpuState], float | None]) -> Reader:
@@ -109,15 +123,34 @@ def _ecc(report: TickReport) -> Iterator[Row]:
             yield (*ids, "uncorrected"), gpu.state.ecc_uncorrected_total
 
 
+def _of_state(*pick: Callable[[GpuState], object]) -> Callable[[TickReport], list[object]]:
+    """Facts of each GPU's state, for rows that are kept while these are equal."""
+    return lambda report: [[choose(gpu.state) for choose in _WHO + pick] for gpu in report.gpus]
+
+
+_WHO: tuple[Callable[[GpuState], object], ...] = (lambda s: s.uuid, lambda s: s.index)
+
 IDENTITY = (
     gauge(
         "gpu_up", "Whether this GPU answers now; a GPU seen once stays here at 0 when it is gone.", _up, *GPU
     ),
-    stateset("gpu_state", "State of this GPU; exactly one is 1.", _health, *GPU, "state"),
+    stateset(
+        "gpu_state",
+        "State of this GPU; exactly one is 1.",
+        kept(_of_state(lambda s: s.health), _health),
+        *GPU,
+        "state",
+    ),
     info(
         "gpu_info",
         "What this GPU is, how its used memory is counted, and for a MIG instance its parent.",
-        _info,
+        kept(
+            _of_state(
+                lambda s: (s.name, s.driver_version, s.mig_profile, s.parent_uuid),
+                lambda s: s.memory.accounting if s.memory else None,
+            ),
+            _info,
+        ),
         *GPU,
         "name",
         "driver_version",
@@ -233,8 +266,20 @@ DEVICE = (
             unit="joules",
         )
     ),
-    counter("gpu_xid_events_total", "Xid events seen since kvwatch first saw this GPU.", _xids, *GPU, "xid"),
-    counter("gpu_ecc_errors_total", "ECC errors that the device counts.", _ecc, *GPU, "kind"),
+    counter(
+        "gpu_xid_events_total",
+        "Xid events seen since kvwatch first saw this GPU.",
+        kept(_of_state(lambda s: (s.xid_events_total, s.capabilities_missing)), _xids),
+        *GPU,
+        "xid",
+    ),
+    counter(
+        "gpu_ecc_errors_total",
+        "ECC errors that the device counts.",
+        kept(_of_state(lambda s: (s.ecc_corrected_total, s.ecc_uncorrected_total)), _ecc),
+        *GPU,
+        "kind",
+    ),
 )
 
 GPU_METRICS: tuple[MetricSpec, ...] = (*IDENTITY, *MEMORY, *DEVICE)

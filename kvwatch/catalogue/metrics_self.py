@@ -51,6 +51,11 @@ def _last_tick(report: TickReport) -> Iterator[Row]:
     yield (), report.clock.wall_s
 
 
+def _datagrams(report: TickReport) -> Iterator[Row]:
+    for outcome, count in report.shell.agent_datagrams_total:
+        yield (outcome,), count
+
+
 def _maintenance(shell: ShellStatus) -> float:
     return float(shell.maintenance_until_wall_s is not None)
 
@@ -117,6 +122,14 @@ SELF_METRICS: tuple[MetricSpec, ...] = (
             "actions_dropped_total",
             "Actions that were not started because their target was still busy.",
             _shell(lambda s: s.dropped_actions_total),
+        )
+    ),
+    experimental(
+        counter(
+            "agent_datagrams_total",
+            "Datagrams from agents by outcome: accepted, or why one was refused and changed nothing.",
+            _datagrams,
+            "outcome",
         )
     ),
     experimental(

@@ -15,7 +15,7 @@ from kvwatch.catalogue.metrics_spec import (
     summary,
 )
 from kvwatch.model.report import ServerReport, TickReport
-from kvwatch.model.server import AllocatorState, EngineState
+from kvwatch.model.server import AllocatorState, ArenaState, EngineState
 from kvwatch.model.signal import EngineSignals, Quantiles
 
 ENGINE = ("server", "engine")
@@ -127,6 +127,18 @@ def _agent(pick: Callable[[AllocatorState], float | None]) -> Reader:
             value = None if agent.allocator is None else pick(agent.allocator)
             if value is not None:
                 yield (agent.server, agent.engine, str(agent.rank)), value
+
+    return read
+
+
+def _by_arena(*picks: tuple[str, Callable[[ArenaState], float | None]]) -> Reader:
+    def read(report: TickReport) -> Iterator[Row]:
+        for agent in report.agents:
+            for arena in () if agent.allocator is None else agent.allocator.arenas:
+                for name, pick in picks:
+                    value = pick(arena)
+                    if value is not None:
+                        yield (agent.server, agent.engine, str(agent.rank), arena.name, name), value
 
     return read
 
@@ -268,6 +280,8 @@ ALLOCATOR = (
             ("active", lambda a: a.active_bytes),
             ("requested", lambda a: a.requested_bytes),
             ("inactive", lambda a: a.inactive_bytes),
+            ("releasable", lambda a: a.releasable_bytes),
+            ("private", lambda a: a.private_bytes),
         ),
         *RANK,
         "state",
@@ -275,7 +289,8 @@ ALLOCATOR = (
     ),
     gauge(
         "allocator_fragmentation_ratio",
-        "Unused share of the reserved memory: soft can be returned, hard cannot, total is both.",
+        "soft, hard: the share of reserved memory that is free and can be returned, or lies between live "
+        "blocks; total: 1 - largest free block / free of the arena with the most free, which alone misleads.",
         _by_state(
             ("soft", lambda a: a.fragmentation_soft_ratio),
             ("hard", lambda a: a.fragmentation_hard_ratio),
@@ -303,6 +318,53 @@ ALLOCATOR = (
         "Out-of-memory errors that the allocator raised.",
         _agent(lambda a: a.num_ooms),
         *RANK,
+    ),
+    experimental(
+        gauge(
+            "allocator_arena_bytes",
+            "The largest arenas of the allocator (kind/stream, private pools apart) by state.",
+            _by_arena(
+                ("reserved", lambda a: a.reserved_bytes),
+                ("allocated", lambda a: a.allocated_bytes),
+                ("active", lambda a: a.active_bytes),
+                ("requested", lambda a: a.requested_bytes),
+                ("free", lambda a: a.free_bytes),
+                ("largest_free", lambda a: a.largest_free_bytes),
+                ("releasable", lambda a: a.releasable_bytes),
+            ),
+            *RANK,
+            "arena",
+            "state",
+            unit="bytes",
+        )
+    ),
+    experimental(
+        gauge(
+            "allocator_arena_fragmentation_ratio",
+            "1 - largest free block / free of one arena (kind total), which says nothing about danger alone.",
+            _by_arena(("total", lambda a: a.fragmentation_total_ratio)),
+            *RANK,
+            "arena",
+            "kind",
+            unit="ratio",
+        )
+    ),
+    experimental(
+        counter(
+            "allocator_compactions_total",
+            "Times that the agent had unused allocator memory returned to the device.",
+            _agent(lambda a: a.compactions_total),
+            *RANK,
+        )
+    ),
+    experimental(
+        counter(
+            "allocator_compact_seconds_total",
+            "Time that the server stood still for that.",
+            _agent(lambda a: a.compact_seconds_total),
+            *RANK,
+            unit="seconds",
+        )
     ),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvwatch.catalogue.metrics_server import engines_of
-from kvwatch.catalogue.metrics_spec import MetricSpec, Reader, Row, counter, experimental, gauge
+from kvwatch.catalogue.metrics_spec import MetricSpec, Reader, Row, counter, experimental, gauge, kept
 from kvwatch.model.action import Outcome
 from kvwatch.model.level import Level, Verdict
 from kvwatch.model.report import LimitReport, TickReport
@@ -21,6 +21,7 @@ BOUNDS: tuple[tuple[str, Callable[[Forecast], float | None]], ...] = (
 )
 LEVEL_NAMES = tuple(level.name.lower() for level in sorted(Level))  # from -1 upwards
 # How bad a level is when scopes fold into one series: unknown is never hidden behind green.
+MAX_KEPT_LABELS = 4096
 BADNESS = {Level.GREEN: 0, Level.UNKNOWN: 1, Level.YELLOW: 2, Level.RED: 3}
 
 
@@ -48,7 +49,31 @@ def _coverage(report: TickReport) -> Iterator[Row]:
             yield (*ids, resource), forecast.coverage_ratio
 
 
-Folded = dict[tuple[str, ...], list[Verdict]]
+class Labels:
+    """Label values of one scope's rule, made once: making them anew is most of the work of a page."""
+
+    __slots__ = ("red", "scope", "seconds", "yellow")
+
+    def __init__(self, scope: tuple[str, ...]) -> None:
+        self.scope = scope
+        self.yellow = (*scope, "yellow")
+        self.red = (*scope, "red")
+        self.seconds = [(*scope, name) for name in LEVEL_NAMES]
+
+
+Folded = dict[Labels, list[Verdict]]
+_LABELS: dict[tuple[str, ...], Labels] = {}
+
+
+def _labels(verdict: Verdict) -> Labels:
+    scope = verdict.scope
+    key = (scope.server, scope.engine, scope.uuid, scope.gpu, verdict.rule.value)
+    known = _LABELS.get(key)
+    if known is None:
+        if len(_LABELS) >= MAX_KEPT_LABELS:
+            _LABELS.clear()
+        known = _LABELS[key] = Labels(key)
+    return known
 
 
 class _Fold:
@@ -69,9 +94,7 @@ class _Fold:
 def _fold(report: TickReport) -> Folded:
     groups: Folded = {}
     for verdict in report.verdicts:
-        scope = verdict.scope
-        key = (scope.server, scope.engine, scope.uuid, scope.gpu, verdict.rule.value)
-        groups.setdefault(key, []).append(verdict)
+        groups.setdefault(_labels(verdict), []).append(verdict)
     for verdicts in groups.values():
         if len(verdicts) > 1:
             verdicts.sort(key=_badness, reverse=True)
@@ -91,7 +114,7 @@ def _worst(pick: Callable[[Verdict], float | None]) -> Reader:
         for labels, verdicts in folded(report).items():
             value = pick(verdicts[0])
             if value is not None:
-                yield labels, value
+                yield labels.scope, value
 
     return read
 
@@ -100,26 +123,40 @@ def _thresholds(report: TickReport) -> Iterator[Row]:
     for labels, verdicts in folded(report).items():
         worst = verdicts[0]
         if worst.yellow is not None:
-            yield (*labels, "yellow"), worst.yellow
+            yield labels.yellow, worst.yellow
         if worst.red is not None:
-            yield (*labels, "red"), worst.red
+            yield labels.red, worst.red
 
 
 def _level_seconds(report: TickReport) -> Iterator[Row]:
     """Seconds per level; of folded scopes the longest bad and the shortest green time: none ever shrinks."""
     for labels, verdicts in folded(report).items():
-        times = [_seconds(v) for v in verdicts]
-        for place, name in enumerate(LEVEL_NAMES):
-            pick = min if name == "green" else max
-            yield (*labels, name), times[0][place] if len(times) == 1 else pick(t[place] for t in times)
+        times = _seconds(verdicts[0]) if len(verdicts) == 1 else _folded_seconds(verdicts)
+        yield from zip(labels.seconds, times, strict=True)
+
+
+def _folded_seconds(verdicts: list[Verdict]) -> list[float]:
+    by_level = zip(*map(_seconds, verdicts), strict=True)
+    return [
+        min(times) if name == "green" else max(times)
+        for name, times in zip(LEVEL_NAMES, by_level, strict=True)
+    ]
 
 
 def _seconds(verdict: Verdict) -> list[float]:
     """Seconds at unknown, green, yellow and red, in the order of LEVEL_NAMES."""
+    told = verdict.seconds_by_level
+    if len(told) == len(LEVEL_NAMES):  # every level, in order: as the rules make them
+        return [spent for _, spent in told]
     seconds = [0.0] * len(LEVEL_NAMES)
-    for level, spent in verdict.seconds_by_level:
+    for level, spent in told:
         seconds[level + 1] = spent
     return seconds
+
+
+def _rules_facts(*pick: Callable[[Verdict], object]) -> Callable[[TickReport], list[object]]:
+    """Facts of each verdict, for rows that are kept while these are equal."""
+    return lambda report: [(v.rule, v.scope, *[choose(v) for choose in pick]) for v in report.verdicts]
 
 
 def _limits(pick: Callable[[LimitReport], float | None]) -> Reader:
@@ -182,7 +219,7 @@ RULES = (
     gauge(
         "rule_level",
         "Level of a rule: -1 unknown, 0 green, 1 yellow, 2 red.",
-        _worst(lambda v: v.level.value),
+        kept(_rules_facts(lambda v: v.level), _worst(lambda v: v.level.value)),
         *SCOPE,
         "rule",
     ),
@@ -194,7 +231,13 @@ RULES = (
         "rule",
     ),
     gauge(
-        "rule_threshold", "The thresholds of a rule, in its own unit.", _thresholds, *SCOPE, "rule", "level"
+        "rule_threshold",
+        "The thresholds of a rule, in its own unit.",
+        # The level too: of scopes that fold into one series the worst speaks.
+        kept(_rules_facts(lambda v: v.level, lambda v: v.yellow, lambda v: v.red), _thresholds),
+        *SCOPE,
+        "rule",
+        "level",
     ),
     counter(
         "rule_level_seconds_total",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from kvwatch import __version__, core, wire
 from kvwatch.actions.base import Context
 from kvwatch.daemon import maintenance
+from kvwatch.daemon.agents import Agents
 from kvwatch.daemon.board import Board
 from kvwatch.daemon.clock import RealClock
 from kvwatch.daemon.dispatcher import Dispatcher
@@ -87,6 +88,7 @@ class App:
         self._clock = RealClock()
         self._board = Board()
         self._watchlist = Watchlist(self._board, self._clock, gpu_factory)
+        self._agents = Agents(self._board, self._clock, paths.runtime / "agent.sock")
         self._outstanding = Outstanding(paths.outstanding)
         self._context = Context(limits_dir=paths.limits, boot_id=wire.boot_id())
         self._dispatcher = Dispatcher(self._context, self._outstanding, still_wanted=self._still_wanted)
@@ -152,6 +154,7 @@ class App:
             log.error("left by an earlier run: %s", problem)
         self._orphans_tried_s = self._clock.mono_s()
         self._watchlist.apply(self._settings)
+        self._agents.apply(self._settings)
         next_tick_s = self._clock.mono_s()
         announced = False
         while not self._lifecycle.stopping:
@@ -170,6 +173,7 @@ class App:
         """Stop sources and actions; what hangs is left behind, so that the process can end."""
         self._notifier.send("STOPPING=1")
         self._watchlist.close()
+        self._agents.close()
         self._dispatcher.close()
 
     def _wait(self, next_tick_s: float) -> float:
@@ -270,6 +274,12 @@ class App:
             self._housekept_s = now_s
             self._follow_maintenance()
             self._retry_orphans(now_s)
+            self._count_datagrams()
+
+    def _count_datagrams(self) -> None:
+        totals, error = self._agents.totals(), self._agents.error
+        if (totals, error) != (self._shell.agent_datagrams_total, self._shell.agents_error):
+            self._shell = replace(self._shell, agent_datagrams_total=totals, agents_error=error)
 
     def _retry_orphans(self, now_s: float) -> None:
         """Levers that an earlier run moved and that did not give back at start, while nothing is wanted."""
@@ -302,6 +312,7 @@ class App:
             log.warning("web settings change with the next restart only")
         self._settings = settings
         self._watchlist.apply(settings)
+        self._agents.apply(settings)
         self._state = core.reconfigure(self._state, settings, patterns=process_patterns(settings))
         self._shell = replace(
             self._shell,

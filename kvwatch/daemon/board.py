@@ -67,13 +67,14 @@ class Board:
             if entry is not None:
                 entry.busy_since_s = now_s
 
-    def put(self, sample: Sample[Any]) -> None:
-        """A poll has ended, well or not."""
+    def put(self, sample: Sample[Any], *, quiet: bool = False) -> None:
+        """A poll has ended, well or not. A quiet sample waits for the next tick instead of causing one."""
         with self._lock:
             entry = self._entries.get(sample.source)
             if entry is None:
                 return
-            self.version += 1
+            quiet = quiet and entry.failure is None and entry.good_total > 0
+            self.version += not quiet
             entry.busy_since_s = None
             entry.last_took_s = sample.took_s
             entry.failure = sample.failure
@@ -85,7 +86,8 @@ class Board:
                 entry.good_streak = 0
                 if sample.failure.kind is not FailureKind.PAUSED:
                     entry.errors_total += 1
-        self.changed.set()
+        if not quiet:
+            self.changed.set()
 
     def snapshot(self, now_s: float, shell: ShellStatus) -> Snapshot:
         """Everything known, as immutable values."""

@@ -85,5 +85,6 @@ class Poller:
             value=value,
             failure=failure,
         )
-        self._board.put(sample)
+        quiet = failure is None and bool(getattr(self.source, "quiet", False))
+        self._board.put(sample, quiet=quiet)
         return failure is not None

@@ -72,10 +72,11 @@ def escape_label(value: str) -> str:
 class Series:
     """One series of one page format: its label text, and the last line written for it."""
 
-    __slots__ = ("line", "prefix", "round", "value")
+    __slots__ = ("line", "prefix", "round", "value", "values")
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, values: tuple[str, ...]) -> None:
         self.prefix = prefix
+        self.values = values
         self.value: float = nan
         self.line = ""
         self.round = 0
@@ -87,19 +88,22 @@ class Family:
     Not for two threads at once (`Page` sees to that).
     """
 
-    __slots__ = ("_openmetrics_head", "_round", "_series", "_text_head", "labels", "name")
+    __slots__ = ("_heads", "_last", "_order", "_round", "_series", "labels", "name")
 
     def __init__(self, name: str, kind: MetricKind, text: str, labels: tuple[str, ...], unit: str) -> None:
         self.name = name
         self.labels = labels
         self._round = 0
+        self._last: dict[bool, tuple[list[Row] | None, str]] = {}
         self._series: dict[bool, dict[tuple[str, ...], Series]] = {False: {}, True: {}}
-        self._text_head = f"# HELP {name} {text}\n# TYPE {name} {_TEXT_TYPES.get(kind, kind.value)}\n"
+        self._order: dict[bool, list[Series]] = {False: [], True: []}
+        text_head = f"# HELP {name} {text}\n# TYPE {name} {_TEXT_TYPES.get(kind, kind.value)}\n"
         suffix = {MetricKind.COUNTER: "_total", MetricKind.INFO: "_info"}.get(kind, "")
         family = name.removesuffix(suffix)
         unit_line = f"# UNIT {family} {unit}\n" if unit and family.endswith(f"_{unit}") else ""
         kind_text = _OPENMETRICS_TYPES.get(kind, kind.value)
-        self._openmetrics_head = f"# HELP {family} {text}\n# TYPE {family} {kind_text}\n{unit_line}"
+        openmetrics_head = f"# HELP {family} {text}\n# TYPE {family} {kind_text}\n{unit_line}"
+        self._heads = {False: text_head, True: openmetrics_head}
 
     @classmethod
     def of(cls, spec: MetricSpec) -> Family:
@@ -116,21 +120,49 @@ class Family:
 
         A repeated series is dropped (one would spoil the whole page), and so is NaN.
         """
+        kept, text = self._last.get(openmetrics, (None, ""))
+        if rows is kept:  # a reader that keeps its list says so that nothing changed (`kept`)
+            return text
+        listed = list(rows)
+        found = self._same_series(listed, openmetrics=openmetrics)
+        text = self._text(listed, openmetrics=openmetrics) if found is None else found
+        self._last[openmetrics] = (rows if isinstance(rows, list) else None, text)
+        return text
+
+    def _same_series(self, rows: list[Row], *, openmetrics: bool) -> str | None:
+        """The text where the series are those of the last page in their order (the rule); else None."""
+        order = self._order[openmetrics]
+        if len(rows) != len(order):
+            return None
+        number = openmetrics_float if openmetrics else go_float
+        for (values, value), series in zip(rows, order, strict=True):
+            if values != series.values:
+                return None
+            if value != series.value:
+                if value != value:
+                    return None
+                series.value = value
+                series.line = f"{series.prefix}{number(value)}\n"
+        if not order:
+            return ""
+        return self._heads[openmetrics] + "".join([series.line for series in order])
+
+    def _text(self, rows: list[Row], *, openmetrics: bool) -> str:
         number = openmetrics_float if openmetrics else go_float
         known = self._series[openmetrics]
         self._round = now = self._round + 1
-        lines = [self._openmetrics_head if openmetrics else self._text_head]
+        order: list[Series] = []
         for values, value in rows:
             series = known.get(values) or self._remember(known, values)
+            if series.round == now or value != value:
+                continue
             if series.value != value:
-                if value != value:
-                    continue
                 series.value = value
                 series.line = f"{series.prefix}{number(value)}\n"
-            if series.round != now:
-                series.round = now
-                lines.append(series.line)
-        return "".join(lines) if len(lines) > 1 else ""
+            series.round = now
+            order.append(series)
+        self._order[openmetrics] = order
+        return self._heads[openmetrics] + "".join([series.line for series in order]) if order else ""
 
     def _remember(self, known: dict[tuple[str, ...], Series], values: tuple[str, ...]) -> Series:
         if len(known) >= MAX_CACHED_SERIES:
@@ -140,7 +172,7 @@ class Family:
         if series is None:
             pairs = zip(self.labels, texts, strict=True)
             labels = ",".join([f'{label}="{escape_label(text)}"' for label, text in pairs])
-            series = Series(f"{self.name}{{{labels}}} " if labels else f"{self.name} ")
+            series = Series(f"{self.name}{{{labels}}} " if labels else f"{self.name} ", values)
         known[texts] = known[values] = series
         return series
 

@@ -35,7 +35,7 @@ def groups() -> list[dict[str, object]]:
     watched = [_rule(spec) for spec in ALERTS if spec.rule is not None]
     return [
         {"name": "kvwatch-itself", "interval": "15s", "rules": watcher},
-        {"name": "kvwatch", "interval": "15s", "rules": watched},
+        {"name": "kvwatch", "interval": "5s", "rules": watched},
     ]
 
 

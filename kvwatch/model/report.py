@@ -36,6 +36,8 @@ class ShellStatus:
     dropped_actions_total: int = 0
     clamped_total: int = 0
     demo: str = ""  # scenario name when simulated
+    agent_datagrams_total: tuple[tuple[str, int], ...] = ()  # (outcome, count); none without a socket
+    agents_error: str = ""  # why nothing listens for agents, and the fix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

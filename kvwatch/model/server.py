@@ -118,6 +118,29 @@ class ServerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaState:
+    """One arena of PyTorch's allocator: blocks merge inside a segment only, and a segment serves one arena.
+
+    `name` is "<kind>/<stream>" of the default pool or "<kind>/<stream>/<pool>" of a private one.
+    """
+
+    name: str
+    private: bool = False  # a pool of its own (CUDA graphs): of no use to other allocations
+    reserved_bytes: int = 0
+    allocated_bytes: int = 0
+    active_bytes: int = 0
+    requested_bytes: int = 0
+    largest_free_bytes: int = 0
+    free_bytes: int = 0  # in inactive blocks
+    releasable_bytes: int = 0  # whole free segments (pages, where segments expand)
+
+    @property
+    def fragmentation_total_ratio(self) -> float | None:
+        """1 - largest free block over all free; None where nothing is free. Alone it misleads."""
+        return None if self.free_bytes <= 0 else 1.0 - self.largest_free_bytes / self.free_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorState:
     """PyTorch allocator figures from an agent, under PyTorch's names (bytes)."""
 
@@ -125,15 +148,20 @@ class AllocatorState:
     reserved_bytes: int | None = None
     active_bytes: int | None = None
     requested_bytes: int | None = None
-    inactive_bytes: int | None = None
+    inactive_bytes: int | None = None  # inactive_split; None with expandable segments, which it leaves out
     largest_free_bytes: int | None = None
     largest_allocatable_bytes: int | None = None
     releasable_bytes: int | None = None
+    private_bytes: int | None = None  # reserved by private pools (CUDA graphs)
     fragmentation_soft_ratio: float | None = None
     fragmentation_hard_ratio: float | None = None
     fragmentation_total_ratio: float | None = None
     num_alloc_retries: int | None = None
     num_ooms: int | None = None
+    compactions_total: int | None = None  # times the agent had the cache returned
+    compact_seconds_total: float | None = None  # what that cost the server
+    snapshot_age_s: float | None = None  # of the block-level figures
+    arenas: tuple[ArenaState, ...] = ()  # the largest few
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,3 +179,5 @@ class AgentState:
     scheduler: SchedulerState | None = None
     effective_max_running: int | None = None
     blocks_held: int | None = None  # blocks that hold `kv.tokens` tokens (for exact page waste)
+    host: str = ""  # what the agent runs in: "vllm 0.32.0"
+    limits: str = ""  # whether it obeys leases: "obeyed", or why it refuses; "" where it has no scheduler

@@ -23,6 +23,7 @@ class Source(Protocol[T_co]):
     `poll` blocks for at most `deadline_s` plus a little and raises nothing but SourceError.
     With `period_s` 0 the source paces itself: `poll` returns when there is news.
     `expected_period_s` is the interval at which good samples are expected (for staleness).
+    A source may have `quiet`: true when its last reading brought nothing that cannot wait a second.
     """
 
     name: str

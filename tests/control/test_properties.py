@@ -79,6 +79,7 @@ def _reason(level: Level) -> Reason:
 
 def play(w: World, history: list[Step], check: Callable[[World, Limit | None], None]) -> None:
     """Run a history tick by tick; `check` sees each tick with the limit that was wanted before it."""
+    w.late = True
     for step in history:
         apply(w, step)
         for _ in range(round(step.seconds / 0.2)):
@@ -87,7 +88,7 @@ def play(w: World, history: list[Step], check: Callable[[World, Limit | None], N
             check(w, before)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(history=histories, via=vias, policy=policies)
 def test_every_history_ends_without_a_limit_when_samples_stop(
     history: list[Step], via: tuple[ActionSettings, ...], policy: str
@@ -105,7 +106,7 @@ def test_every_history_ends_without_a_limit_when_samples_stop(
     assert not w.state.targets["chat"].holds_something
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(history=histories, via=vias, policy=policies)
 def test_no_limit_is_ever_outside_its_bounds(
     history: list[Step], via: tuple[ActionSettings, ...], policy: str
@@ -122,7 +123,7 @@ def test_no_limit_is_ever_outside_its_bounds(
             assert 0 < (request.expires_in_s or 0) <= 15.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(history=histories, policy=policies)
 def test_nothing_is_imposed_on_unknown_stale_or_single_sample_input(history: list[Step], policy: str) -> None:
     """A limit is wanted, changed or renewed only on a fresh page with two good samples behind it."""
@@ -140,7 +141,7 @@ def test_nothing_is_imposed_on_unknown_stale_or_single_sample_input(history: lis
     play(world(configured(policy, (LEASE,))), history, check)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(history=histories, via=vias)
 def test_moves_are_bounded_in_number_and_in_time(
     history: list[Step], via: tuple[ActionSettings, ...]
@@ -167,7 +168,7 @@ def _cap(limit: Limit) -> int:
     return limit.max_running if limit.max_running is not None else 10**9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(history=histories)
 def test_growth_is_by_a_quarter_at_most_and_only_while_the_limit_binds(history: list[Step]) -> None:
     """A planned release never jumps, and raises nothing that holds nobody back."""
@@ -184,7 +185,7 @@ def test_growth_is_by_a_quarter_at_most_and_only_while_the_limit_binds(history: 
     play(world(configured("threshold", (LEASE,))), history, check)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(history=histories, via=vias, policy=policies)
 def test_observe_asks_for_nothing(history: list[Step], via: tuple[ActionSettings, ...], policy: str) -> None:
     """Observing is only observing."""
@@ -194,7 +195,7 @@ def test_observe_asks_for_nothing(history: list[Step], via: tuple[ActionSettings
     assert w.requests == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(history=histories, via=vias, policy=policies)
 def test_advise_decides_the_same_moves_as_act_and_applies_none(
     history: list[Step], via: tuple[ActionSettings, ...], policy: str
@@ -210,7 +211,7 @@ def test_advise_decides_the_same_moves_as_act_and_applies_none(
     assert [replace(request, dry_run=True) for request in acting.requests] == advising.requests
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(history=histories, via=vias, data=st.data())
 def test_a_removed_target_always_gives_back(
     history: list[Step], via: tuple[ActionSettings, ...], data: st.DataObject

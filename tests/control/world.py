@@ -58,7 +58,10 @@ class Page:
 
 @dataclass
 class World:
-    """Ticks of 0.2 s, a page a second. `lever` says what becomes of each request that is carried out."""
+    """Ticks of 0.2 s, a page a second. `lever` says what becomes of each request that is carried out.
+
+    With `late` a limit that timed out has taken effect all the same: the worst that can be.
+    """
 
     settings: Settings
     page: Page = field(default_factory=Page)
@@ -67,6 +70,7 @@ class World:
     polled_s: float | None = 1000.0
     polling: bool = True
     failing: bool = False
+    late: bool = False
     verdicts: tuple[Verdict, ...] = ()
     lever: Callable[[ActionRequest], Outcome] = lambda request: (
         Outcome.DRY_RUN if request.dry_run else Outcome.APPLIED
@@ -103,7 +107,10 @@ class World:
     def carry_out(self, request: ActionRequest) -> ActionResult:
         outcome = self.lever(request)
         expiring = is_self_expiring(request.action)
-        if outcome is Outcome.APPLIED and request.limit is not None:
+        took_effect = outcome in (Outcome.APPLIED, Outcome.NOOP) or (
+            self.late and outcome is Outcome.TIMED_OUT and request.event is EventKind.LIMIT
+        )
+        if took_effect and request.limit is not None:
             if request.event is EventKind.RESTORE:
                 self.held.pop(request.action, None)
             else:

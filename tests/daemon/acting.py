@@ -70,6 +70,9 @@ class HttpLever:
             daemon_threads = True
             block_on_close = False
 
+            def handle_error(self, *_: object) -> None:
+                """A client that was killed is no news."""
+
         self._server = Server(("127.0.0.1", 0), Handler)
         self.via = f"[{{http: {{url: 'http://127.0.0.1:{self._server.server_address[1]}/', deadline: 2s}}}}]"
         self._thread = Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)

@@ -46,6 +46,9 @@ class PageServer:
             daemon_threads = True
             block_on_close = False
 
+            def handle_error(self, *_: object) -> None:
+                """A client that was killed is no news."""
+
         self._server = Server(("127.0.0.1", port), Handler)
         self.port: int = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,7 @@ LIBRARY_FOLDERS = (
     "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/lib/wsl/lib",
     "/usr/local/nvidia/lib64",
 )  # fmt: skip
-RETRY_NVML_S = 10.0  # while something else serves: a failing poll of NVML takes a second
-LOOK_AGAIN_S = 10.0
-HELP_AFTER_S = 30.0
-KEEP_S = 30.0  # a stand-in runs on that long after NVML is well again
-GIVE_UP_S = 15.0
-NEWS_S = 2.5
+NEWS_S = 2.5  # how long a value of a stand-in is news
 FILLED = (
     "utilization_ratio", "memory_bandwidth_utilization_ratio", "power_watts", "temperature_celsius",
     "clock_event_reasons", "ecc_corrected_total", "ecc_uncorrected_total", "remapped_rows_pending",
@@ -43,8 +38,24 @@ FILLED = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """Seconds that `auto` waits for things."""
+
+    retry_nvml_s: float = 10.0  # while something else serves: a failing poll of NVML takes a second
+    look_again_s: float = 10.0  # for something that could stand in
+    help_after_s: float = 30.0  # a GPU must have been without memory
+    keep_s: float = 30.0  # a stand-in runs on after NVML is well again
+    give_up_s: float = 15.0  # a stand-in may fail
+
+
 def create(
-    settings: GpuSettings, *, runtime_dir: Path, state_dir: Path, tick_s: float = 0.2
+    settings: GpuSettings,
+    *,
+    runtime_dir: Path,
+    state_dir: Path,
+    tick_s: float = 0.2,
+    patience: Patience = Patience(),
 ) -> Source[HostGpus]:
     """The source that the settings name. Starts no process; raises ValueError for `none`."""
     if settings.source is GpuSourceKind.NONE:
@@ -61,7 +72,7 @@ def create(
         GpuSourceKind.DCGM_EXPORTER: lambda: _exporter(settings, state_dir),
     }
     name = "nvml" if nvml_plausible() else next(iter(stand_ins(settings)), GpuSourceKind.NVML).value
-    return AutoSource(settings, nvml, makers, name=name)
+    return AutoSource(settings, nvml, makers, name=name, patience=patience)
 
 
 def _dcgm(settings: GpuSettings, runtime_dir: Path, state_dir: Path) -> Source[HostGpus]:
@@ -130,7 +141,9 @@ class Follower:
         self._stop.set()
         with self._news:
             self._news.notify_all()
-        self._thread.join(8.0)
+        if isinstance(self._source, DcgmSource):
+            self._source.close()  # ends a poll that waits for its worker
+        self._thread.join(3.0)
 
     def _run(self) -> None:
         period_s = self._source.period_s
@@ -168,6 +181,7 @@ class AutoSource:
         makers: dict[GpuSourceKind, Callable[[], Source[HostGpus]]],
         *,
         name: str = "nvml",
+        patience: Patience = Patience(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -177,6 +191,7 @@ class AutoSource:
         self._settings = settings
         self._nvml = nvml
         self._makers = makers
+        self._patience = patience
         self._clock = clock
         self._follower: Follower | None = None
         self._look_again_s = 0.0
@@ -227,6 +242,11 @@ class AutoSource:
         return self._nvml.paused
 
     @property
+    def quiet(self) -> bool:
+        """Whether the last reading was NVML's heartbeat: nothing has moved."""
+        return self._nvml_error is None and self._follower is None and self._nvml.quiet
+
+    @property
     def worker_pid(self) -> int | None:
         """Process id of the NVML worker."""
         return self._nvml.worker_pid
@@ -248,7 +268,7 @@ class AutoSource:
         if self._nvml_due_s == 0.0:
             log.warning("NVML fails, %s serves", follower.kind.value, extra={"error": str(error)})
         self._nvml_error = error
-        self._nvml_due_s = self._clock() + RETRY_NVML_S
+        self._nvml_due_s = self._clock() + self._patience.retry_nvml_s
         return value
 
     def _helped(self, host: HostGpus) -> HostGpus:
@@ -258,12 +278,12 @@ class AutoSource:
             self._nvml_well_since_s = now_s
         if not any(wants_help(gpu) for gpu in host.gpus):
             self._wanting_since_s = None
-            if self._follower is not None and now_s - self._nvml_well_since_s > KEEP_S:
+            if self._follower is not None and now_s - self._nvml_well_since_s > self._patience.keep_s:
                 self._drop_follower()
             return host
         if self._wanting_since_s is None:
             self._wanting_since_s = now_s
-        if now_s - self._wanting_since_s < HELP_AFTER_S:
+        if now_s - self._wanting_since_s < self._patience.help_after_s:
             return host
         follower = self._follow((GpuSourceKind.DCGM,))
         extra = None if follower is None or follower.kind is not GpuSourceKind.DCGM else follower.newest()
@@ -275,12 +295,12 @@ class AutoSource:
         follower = self._follower
         if follower is not None:
             since_s = follower.failing_since_s
-            if since_s is None or time.monotonic() - since_s < GIVE_UP_S:
+            if since_s is None or time.monotonic() - since_s < self._patience.give_up_s:
                 return follower
             self._drop_follower()
         if now_s < self._look_again_s:
             return None
-        self._look_again_s = now_s + LOOK_AGAIN_S
+        self._look_again_s = now_s + self._patience.look_again_s
         there = [kind for kind in stand_ins(self._settings) if kind in kinds]
         there.sort(key=lambda kind: follower is not None and kind is follower.kind)
         with self._switch:

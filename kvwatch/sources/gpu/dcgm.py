@@ -37,7 +37,7 @@ BINDINGS_FOLDERS = (
 )
 PERIOD_S = 1.0
 FIRST_MESSAGE_S = 15.0
-STUCK_AFTER_S = 5.0
+STUCK_AFTER_PERIODS = 5.0
 REPLACE_AFTER_S = 60.0  # calls have blocked for 45 s and come back (DCGM#313)
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 30.0
 GOOD_RUN_S = 30.0
@@ -89,11 +89,13 @@ class DcgmSource:
         clock: Callable[[], float] = time.monotonic,
         max_rss_bytes: int = MAX_RSS_BYTES,
         profiling: bool = False,
+        period_s: float = PERIOD_S,
     ) -> None:
         self.name = "dcgm"
         self.period_s = 0.0
-        self.expected_period_s = PERIOD_S
+        self.expected_period_s = period_s
         self.deadline_s = FIRST_MESSAGE_S + FAILED_POLL_S
+        self._stuck_after_s = STUCK_AFTER_PERIODS * period_s
         self._address = settings.dcgm_address
         self._clock = clock
         self._runtime_dir = runtime_dir
@@ -101,6 +103,7 @@ class DcgmSource:
         inventory = Inventory(state_dir / "inventory.json")
         self._view = HostView(settings, inventory, lister="DCGM", reported_by="dcgm")
         self._lock = threading.Lock()
+        self._pipe_lock = threading.Lock()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         self._is_paused = self._closed = False
@@ -129,10 +132,11 @@ class DcgmSource:
         self._wake()
         with self._lock:
             self._stop_worker()
-            if self._wake_read >= 0:
-                os.close(self._wake_read)
-                os.close(self._wake_write)
-                self._wake_read = self._wake_write = -1
+            with self._pipe_lock:
+                if self._wake_read >= 0:
+                    os.close(self._wake_read)
+                    os.close(self._wake_write)
+                    self._wake_read = self._wake_write = -1
 
     def pause(self) -> bool:
         """End our connection for maintenance. The engine itself still holds the GPUs (`dcgmi` frees them)."""
@@ -164,12 +168,12 @@ class DcgmSource:
         if self._closed:
             raise SourceError(FailureKind.CRASHED, "the source is closed")
         if self._is_paused:
-            self._sleep(FAILED_POLL_S)
             raise SourceError(FailureKind.PAUSED, "DCGM is released: `kvwatch maintenance off` ends it")
 
     def _wake(self) -> None:
-        if self._wake_write >= 0:
-            os.write(self._wake_write, b"x")
+        with self._pipe_lock:  # else another thread may close it, and the number be another file's
+            if self._wake_write >= 0:
+                os.write(self._wake_write, b"x")
 
     def _drain(self) -> None:
         try:
@@ -188,6 +192,7 @@ class DcgmSource:
         if wait_s <= 0:
             return
         self._sleep(min(wait_s, FAILED_POLL_S))
+        self._refuse_when_off()
         if self._failure is not None and self._clock() < self._restart_s:
             raise SourceError(self._failure.failure.kind, self._failure.failure.message)
 
@@ -210,7 +215,9 @@ class DcgmSource:
         self._view.reset()
         arguments = (folder, self._address, *self._arguments)
         try:
-            self._worker = WorkerProcess(self._lock_path(), PERIOD_S, module=MODULE, arguments=arguments)
+            self._worker = WorkerProcess(
+                self._lock_path(), self.expected_period_s, module=MODULE, arguments=arguments
+            )
         except OSError as error:
             raise self._fail(FailureKind.CRASHED, f"the DCGM worker could not be started: {error}") from error
         self._started_s = self._last_line_s = self._clock()
@@ -242,7 +249,7 @@ class DcgmSource:
         if worker is None or worker.abandoned:
             raise self._check_abandoned(worker)
         while True:
-            limit_s = STUCK_AFTER_S if self._heard else FIRST_MESSAGE_S
+            limit_s = self._stuck_after_s if self._heard else FIRST_MESSAGE_S
             left_s = self._last_line_s + limit_s - self._clock()
             wait_s = left_s if left_s > 0 else FAILED_POLL_S
             if not worker.wait_for_output(self._wake_read, wait_s):
@@ -308,7 +315,6 @@ class DcgmSource:
         )
         if silent_s >= REPLACE_AFTER_S and self._stop_worker():
             return self._fail(FailureKind.STUCK, message + "; the worker is replaced")
-        self._view.reset()
         return self._remember(FailureKind.STUCK, message)
 
     def _ended(self, worker: WorkerProcess) -> SourceError:

@@ -154,17 +154,20 @@ def memory_row(device: Device) -> list[int | None] | None:
 
 def message_of(devices: list[Device]) -> dict[str, Any]:
     """A page in the dialect of the workers, for HostView."""
-    facts, rows, slow = [], [], {}
+    facts, rows = [], []
+    slow: dict[int, dict[str, Any]] = {}
     whole = {one.uuid: one for one in devices if not one.instance}
     parents = {one.uuid for one in devices if one.instance}
     for number, device in enumerate(devices):
         row = memory_row(device)
         _note_missing(device, row, is_parent=not device.instance and device.uuid in parents)
         facts.append(_facts(device, whole[device.uuid], row, is_parent=device.uuid in parents))
+        busy = _busy(device, device.uuid in parents)
         if row is not None:
-            rows.append([number, *row, row[1], row[2], COLLECT_S, *_busy(device, device.uuid in parents)])
+            rows.append([number, *row, row[1], row[2], COLLECT_S, *busy])
+        slow[number] = {"busy": busy}
         if not device.instance:
-            slow[number] = _slow([device, *(one for one in devices if one.uuid == device.uuid)])
+            slow[number] |= _slow([device, *(one for one in devices if one.uuid == device.uuid)])
     driver = next((one.driver for one in devices if one.driver), "")
     return {
         "facts": {"driver": driver, "host_pids": False, "memory_only": False, "gpus": facts},

@@ -18,8 +18,7 @@ from typing import Any
 
 from kvwatch.sources.gpu import dcgm_fields as fields
 
-MEMORY_EVERY_S = 1.0
-SLOW_EVERY_S = 10.0
+SLOW_PERIODS = 10  # everything but memory is watched at a tenth of its rate
 STALE_PERIODS = 3.0
 CONNECT_TIMEOUT_MS = 2000
 GPU, GPU_INSTANCE = 1, 4  # dcgm_field_entity_group_t
@@ -75,7 +74,11 @@ class Entity:
 class Engine:
     """One connection. Every method may block for as long as the host engine does."""
 
-    def __init__(self, structs: Any, agent: Any, address: str, *, profiling: bool = False) -> None:
+    def __init__(
+        self, structs: Any, agent: Any, address: str, *, every_s: float = 1.0, profiling: bool = False
+    ) -> None:
+        self.every_s = every_s
+        self.slow_every_s = SLOW_PERIODS * every_s
         self._structs = structs
         self._agent = agent
         self._address = address
@@ -103,18 +106,29 @@ class Engine:
 
     def connect(self) -> None:
         """Load the library and connect to the standalone host engine, within two seconds."""
-        try:
-            self._structs._dcgmInit()
-            params = self._structs.c_dcgmConnectV2Params_v2()
-        except self._structs.DCGMError as error:
-            raise EngineGoneError(int(error.value)) from error
-        except (AttributeError, TypeError) as error:
-            raise EngineGoneError(fields.VERSION_MISMATCH, f"the DCGM bindings are odd: {error!r}") from error
+        self._load_library()
+        params = self._structs.c_dcgmConnectV2Params_v2()
         self._guarded("dcgmInit")
         params.persistAfterDisconnect = 0
         params.timeoutMs = CONNECT_TIMEOUT_MS
         params.addressIsUnixSocket = int(self._address.startswith("/"))
         self._handle = self._guarded("dcgmConnect_v2", self._address.encode(), params)
+
+    def _load_library(self) -> None:
+        """Where the bindings look, then the folders of LD_LIBRARY_PATH (DCGM 2 and 3.0 ignore it)."""
+        folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
+        failure: Exception | None = None
+        for arguments in ((), *((folder,) for folder in folders)):
+            try:
+                self._structs._dcgmInit(*arguments)
+                return
+            except self._structs.DCGMError as error:
+                failure = failure or EngineGoneError(int(error.value))
+            except OSError as error:
+                failure = failure or EngineGoneError(
+                    fields.LIBRARY_NOT_FOUND, f"libdcgm cannot be loaded: {error}"
+                )
+        raise failure or EngineGoneError(fields.LIBRARY_NOT_FOUND)
 
     def disconnect(self) -> None:
         """Let go of the engine; what was watched for us ends with the connection."""
@@ -162,11 +176,11 @@ class Engine:
         self._unwatch_all()
         gpus = [one.key for one in self.entities if one.key[0] == GPU]
         instances = [one.key for one in self.entities if one.key[0] == GPU_INSTANCE]
-        self._watch(gpus + instances, fields.MEMORY_FIELDS, MEMORY_EVERY_S)
-        self._watch(gpus, fields.SLOW_FIELDS, SLOW_EVERY_S)
-        self._watch(instances, (fields.NAME,), SLOW_EVERY_S)
+        self._watch(gpus + instances, fields.MEMORY_FIELDS, self.every_s)
+        self._watch(gpus, fields.SLOW_FIELDS, self.slow_every_s)
+        self._watch(instances, (fields.NAME,), self.slow_every_s)
         if self.profiling:
-            self._watch(gpus + instances, (fields.ENGINE_ACTIVE,), SLOW_EVERY_S)
+            self._watch(gpus + instances, (fields.ENGINE_ACTIVE,), self.slow_every_s)
         with contextlib.suppress(DcgmCallError):  # once, so that the first reading is there; never in a loop
             self.call("dcgmUpdateAllFields", self._handle, 1)
 
@@ -207,19 +221,21 @@ class Engine:
 
     def read_memory(self) -> None:
         """The newest memory values of everything, in one call."""
-        stale = STALE_PERIODS * MEMORY_EVERY_S
+        stale = STALE_PERIODS * self.every_s
         unwatched = 0
         for entity, rows in self._latest(self.entities, fields.MEMORY_FIELDS):
             self._take(entity, rows, stale)
             entity.code = _worst(rows)
             entity.stale_s = self._staleness(rows, stale)
             unwatched += entity.code == fields.NOT_WATCHED
+            if entity.key[0] == GPU and (entity.stale_s is not None or fields.FB_TOTAL not in entity.values):
+                self._ask_status(entity)
         if unwatched and unwatched == len(self.entities):
             self._watch_all()
 
     def read_slow(self) -> None:
         """Everything else, and the state of each GPU as the engine sees it."""
-        stale = STALE_PERIODS * SLOW_EVERY_S
+        stale = STALE_PERIODS * self.slow_every_s
         gpus = [one for one in self.entities if one.key[0] == GPU]
         instances = [one for one in self.entities if one.key[0] == GPU_INSTANCE]
         extra = (fields.ENGINE_ACTIVE,) if self.profiling else ()
@@ -228,10 +244,16 @@ class Engine:
         for entity, rows in self._latest(instances, (fields.NAME, *extra)):
             self._take(entity, rows, stale)
         for entity in gpus:
-            try:
-                entity.status_code = int(self.call("dcgmGetGpuStatus", self._handle, entity.gpu_id))
-            except DcgmCallError:
-                entity.status_code = 0
+            self._ask_status(entity)
+
+    def _ask_status(self, entity: Entity) -> None:
+        """The engine's own view of a GPU: well, lost, inaccessible, detached (bindings of 4.0 and later)."""
+        if not hasattr(self._agent, "dcgmGetGpuStatus"):
+            return
+        try:
+            entity.status_code = int(self.call("dcgmGetGpuStatus", self._handle, entity.gpu_id))
+        except DcgmCallError:
+            entity.status_code = 0
 
     def _latest(self, entities: Sequence[Entity], ids: Sequence[int]) -> list[tuple[Entity, list[Any]]]:
         """Cached values of fields by entity: one call, or one per entity where one spoils it."""
@@ -316,8 +338,17 @@ def _decode(row: Any) -> Value:
     if kind == ord("d"):
         return float(row.value.dbl)
     if kind == ord("s"):
-        return bytes(row.value.str).split(b"\0", 1)[0].decode("utf-8", "replace")
+        return _text(row)
     return None
+
+
+def _text(row: Any) -> str | None:
+    """A text value: the bindings decode it themselves, and raise where it is no UTF-8."""
+    try:
+        raw = row.value.str
+    except ValueError:
+        return None
+    return raw.decode("utf-8", "replace") if isinstance(raw, bytes) else str(raw)
 
 
 def profile_of(name: str) -> str:

@@ -23,7 +23,6 @@ from typing import Any
 from kvwatch.sources.gpu import dcgm_fields as fields
 from kvwatch.sources.gpu.dcgm_reader import (
     GPU_INSTANCE,
-    SLOW_EVERY_S,
     DcgmCallError,
     Engine,
     EngineGoneError,
@@ -48,9 +47,9 @@ def say(message: dict[str, Any]) -> None:
 class Worker:
     """Memory once a tick (1 s), everything else every ten seconds."""
 
-    def __init__(self, engine: Engine, tick_s: float, max_rss_bytes: int) -> None:
+    def __init__(self, engine: Engine, max_rss_bytes: int) -> None:
         self._engine = engine
-        self._tick_s = tick_s
+        self._tick_s = engine.every_s
         self._max_rss_bytes = max_rss_bytes
         self._slow_due_s = 0.0
         self._facts: dict[str, Any] = {}
@@ -75,7 +74,7 @@ class Worker:
             changed = self._engine.enumerate() or changed  # MIG was reconfigured under us
             self._engine.read_memory()
         if slow or changed:
-            self._slow_due_s = now_s + SLOW_EVERY_S
+            self._slow_due_s = now_s + self._engine.slow_every_s
             self._engine.read_slow()
             self._watch_blanks(now_s)
             self._refuse_growth()
@@ -204,6 +203,7 @@ def slow_values(entity: Entity) -> dict[str, Any]:
         "bar1": [None if part is None else int(part * fields.MIB) for part in bar1],
         "remap": [None if part is None else bool(part) for part in remap],
         "ecc": ecc,
+        "busy": list(busy_of(entity)),
     }
     return {key: value for key, value in values.items() if value is not None and value != [None, None]}
 
@@ -274,9 +274,9 @@ def serve(folder: str, address: str, tick_s: float, *, profiling: bool, max_rss_
     """Connect, work, let go."""
     structs, agent = load(folder)
     say({"hello": {"pid": os.getpid(), "bindings_path": folder, "address": address}})
-    engine = Engine(structs, agent, address, profiling=profiling)
+    engine = Engine(structs, agent, address, every_s=tick_s, profiling=profiling)
     engine.connect()
-    Worker(engine, tick_s, max_rss_bytes).run()
+    Worker(engine, max_rss_bytes).run()
     engine.disconnect()
 
 

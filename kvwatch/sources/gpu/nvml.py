@@ -61,6 +61,7 @@ class NvmlSource:
     ) -> None:
         self.name = "nvml"
         self.period_s = 0.0
+        self.quiet = False  # the last reading was a heartbeat: nothing has moved
         self.expected_period_s = max(tick_s, HEARTBEAT_S)
         self.deadline_s = FIRST_MESSAGE_S + FAILED_POLL_S
         self.stuck_after_s = max(STUCK_AFTER_S, 10 * tick_s)
@@ -248,6 +249,7 @@ class NvmlSource:
             if lines is None:
                 raise self._ended(worker)
             if self._take(lines):
+                self.quiet &= self._failure is None
                 self._failure = None
                 return self._view.build(self._last_line_s)
 
@@ -262,6 +264,7 @@ class NvmlSource:
     def _take(self, lines: list[bytes]) -> bool:
         """Take in lines; say whether readings came with them."""
         news = False
+        self.quiet = True
         for line in lines:
             try:
                 message = json.loads(line)
@@ -272,6 +275,7 @@ class NvmlSource:
                 else:
                     self._view.apply(self._clock(), message)
                     news |= "s" in message
+                    self.quiet &= "q" in message
             except (ValueError, TypeError, KeyError, IndexError) as error:
                 log.warning("NVML worker sent an unreadable line", extra={"error": repr(error)})
         if news:

@@ -102,6 +102,9 @@ class Track:
         self.expire(now_s)
         facts = self.facts
         parent = facts["parent_uuid"]
+        busy = self.busy
+        if self.memory is None and "busy" in self.slow:  # a source whose memory cannot be told
+            busy = (_ratio(self.slow["busy"][0]), _ratio(self.slow["busy"][1]))
         return GpuState(
             uuid=self.uuid,
             index=index,
@@ -113,8 +116,8 @@ class Track:
             parent_uuid=parent,
             is_mig_parent=facts["is_mig_parent"],
             capabilities_missing=facts["missing"],
-            utilization_ratio=self.busy[0],
-            memory_bandwidth_utilization_ratio=self.busy[1],
+            utilization_ratio=busy[0],
+            memory_bandwidth_utilization_ratio=busy[1],
             ledger_pass=self.ledger,
             xid_events_total=tuple(sorted(self.xids.items())),
             last_xid=self.last_xid,
@@ -305,7 +308,7 @@ class HostView:
         return GpuState(uuid=uuid, index=index, name=name, health=health, health_detail=detail, **counts)
 
 
-def _ratio(percent: int | None) -> float | None:
+def _ratio(percent: float | None) -> float | None:
     return None if percent is None else percent / 100
 
 

@@ -143,10 +143,13 @@ class Worker:
                 self.read_processes()
                 self.processes.done(now, self.now())
         self.renew(now)
-        if self.has_news() or now + self.tick_s / 2 >= self.sent_s + HEARTBEAT_S:
+        news = self.has_news()
+        if news or now + self.tick_s / 2 >= self.sent_s + HEARTBEAT_S:
             if not self.memory_only and self.due(self.utilization, now):
                 self.read_utilization()
                 self.utilization.done(now, self.now())
+            if not news:
+                self.extra["q"] = 1
             self.send()
         self.next_tick_s = following(self.next_tick_s, self.tick_s)
 

@@ -1,0 +1,185 @@
+"""The entry point of vLLM's plugin group `vllm.general_plugins`: does nothing unless KVWATCH_SERVER is set.
+
+vLLM calls `register` in every one of its processes, some more than once. Only the classes that matter
+are wrapped, when and where they are imported: the scheduler (in the engine core) and the GPU worker.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+import types
+from typing import Any
+
+from kvwatch.agent.environment import Place, PlaceError, place
+
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+WORKER = "vllm.v1.worker.gpu_worker"
+_MARK = "__kvwatch__"
+_AGENT = "_kvwatch_agent"
+
+
+def register() -> None:
+    """What vLLM calls. Never raises."""
+    try:
+        here = place()
+    except PlaceError as error:
+        _logger().warning("kvwatch agent: %s", error)
+        return
+    if here is None:
+        return
+    from kvwatch.agent.hooks import when_imported
+
+    when_imported(SCHEDULER, functools.partial(_guarded, _wrap_scheduler, here))
+    when_imported(WORKER, functools.partial(_guarded, _wrap_worker, here))
+
+
+def _logger() -> Any:
+    """Return a logger below vLLM's own, so that its handlers and format apply."""
+    import logging
+
+    return logging.getLogger("vllm.kvwatch")
+
+
+def _guarded(wrap: Any, here: Place, module: types.ModuleType) -> None:
+    try:
+        wrap(here, module)
+    except Exception as error:  # noqa: BLE001 - the guard: nothing may reach the host
+        _logger().warning("kvwatch agent: %s is not as expected, left alone: %r", module.__name__, error)
+
+
+def _wrap_scheduler(here: Place, module: types.ModuleType) -> None:
+    """Put the agent's step before `Scheduler.schedule`; subclasses inherit it."""
+    target: Any = module.Scheduler
+    original = target.schedule
+    if getattr(original, _MARK, False):
+        return
+    monotonic = time.monotonic
+
+    @functools.wraps(original)
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        agent = self.__dict__.get(_AGENT)
+        if agent is not None:
+            try:
+                agent.before_step(self, monotonic())
+            except Exception as error:  # noqa: BLE001 - the guard
+                _give_up(self, agent, error)
+        elif _AGENT not in self.__dict__:
+            _attach(here, self)
+        return original(self, *args, **kwargs)
+
+    setattr(schedule, _MARK, True)
+    target.schedule = schedule
+
+
+def _attach(here: Place, scheduler: Any) -> None:
+    """At a scheduler's first step: its agent, and the publisher of this process."""
+    scheduler.__dict__[_AGENT] = None
+    try:
+        from kvwatch.agent.limits import Limits
+        from kvwatch.agent.vllm_scheduler import SchedulerAgent, refusal
+
+        version = _version()
+        index = engine_index(scheduler.vllm_config)
+        agent = SchedulerAgent(
+            scheduler,
+            Limits(here.lease, here.server),
+            server=here.server,
+            engine=index,
+            pid=os.getpid(),
+            version=version,
+        )
+        scheduler.__dict__[_AGENT] = agent
+        agent.before_step(scheduler, time.monotonic())
+        process = _process(here, index, 0)
+        process.engine = agent.read
+        process.start()
+        why = refusal(version)
+        if why:
+            _logger().warning("kvwatch agent: publishes as %s, refuses limits: %s", here.server, why)
+        else:
+            _logger().info("kvwatch agent: publishes as %s, obeys %s", here.server, here.lease)
+    except Exception as error:  # noqa: BLE001 - the guard
+        _logger().warning("kvwatch agent: cannot attach to this scheduler: %r", error)
+
+
+def _give_up(scheduler: Any, agent: Any, error: Exception) -> None:
+    try:
+        _logger().warning("kvwatch agent: gives up limiting: %r", error)
+        agent.give_up(scheduler)
+    except Exception:  # noqa: BLE001 - the guard
+        scheduler.__dict__[_AGENT] = None
+
+
+def engine_index(config: Any) -> int:
+    """The data-parallel rank that vLLM's own metrics call "engine"."""
+    parallel = config.parallel_config
+    index = getattr(parallel, "data_parallel_index", None)
+    return int(index if index is not None else getattr(parallel, "data_parallel_rank", 0) or 0)
+
+
+def _version() -> str:
+    return str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))
+
+
+def _process(here: Place, index: int, rank: int) -> Any:
+    """The one publisher of this process, made afresh in a forked child."""
+    global _PUBLISHER
+    if _PUBLISHER is None or _PUBLISHER[0] != os.getpid():
+        from kvwatch.agent.publisher import Publisher
+        from kvwatch.agent.torch_memory import TorchMemory
+
+        memory = TorchMemory()
+        publisher = Publisher(
+            here, memory=memory.read, rank=rank, engine_index=index, host=f"vllm {_version()}"
+        )
+        _PUBLISHER = os.getpid(), publisher, memory
+    return _PUBLISHER[1]
+
+
+_PUBLISHER: tuple[int, Any, Any] | None = None
+
+
+def _wrap_worker(here: Place, module: types.ModuleType) -> None:
+    """The worker publishes its allocator, and returns unused memory between steps when it is asked to."""
+    target: Any = module.Worker
+    original = target.execute_model
+    if getattr(original, _MARK, False):
+        return
+    monotonic = time.monotonic
+
+    @functools.wraps(original)
+    def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compactor = self.__dict__.get(_AGENT)
+        if compactor is None and _AGENT not in self.__dict__:
+            compactor = _attach_worker(here, self)
+        if compactor is not None and monotonic() >= compactor.due_s:
+            _compact(self, compactor)
+        return original(self, *args, **kwargs)
+
+    setattr(execute_model, _MARK, True)
+    target.execute_model = execute_model
+
+
+def _attach_worker(here: Place, worker: Any) -> Any:
+    worker.__dict__[_AGENT] = None
+    try:
+        from kvwatch.agent.limits import Limits
+
+        _process(here, engine_index(worker.vllm_config), int(worker.rank)).start()
+        worker.__dict__[_AGENT] = Limits(here.lease, here.server)
+    except Exception as error:  # noqa: BLE001 - the guard
+        _logger().warning("kvwatch agent: cannot attach to this worker: %r", error)
+    return worker.__dict__[_AGENT]
+
+
+def _compact(worker: Any, limits: Any) -> None:
+    try:
+        limits.look(time.monotonic())
+        if limits.take_compaction() and _PUBLISHER is not None and _PUBLISHER[2].compact():
+            _logger().info("kvwatch agent: returned unused memory to the device")
+    except Exception as error:  # noqa: BLE001 - the guard
+        worker.__dict__[_AGENT] = None
+        _logger().warning("kvwatch agent: gives up compacting: %r", error)
