@@ -146,7 +146,11 @@ def _allocator_record(allocator: AllocatorState) -> Record:
             record[wire] = round(value, 6)
     if allocator.arenas:
         record["arenas"] = [
-            {"name": _plain(arena.name), "private": arena.private, **{key: getattr(arena, key) for key in _ARENA}}
+            {
+                "name": _plain(arena.name),
+                "private": arena.private,
+                **{key: getattr(arena, key) for key in _ARENA},
+            }
             for arena in allocator.arenas[:MAX_ARENAS]
         ]
     return record

@@ -80,9 +80,11 @@ class Watched:
         return pages
 
     def close(self) -> None:
-        self.daemon.stop()
-        self.server.stop()
-        self.recorder.close()
+        try:
+            self.daemon.stop()
+        finally:
+            self.server.stop()
+            self.recorder.close()
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from kvwatch.cli import DEFAULT_CONFIG, EXIT_CANNOT_START, EXIT_USAGE
 from kvwatch.daemon import paths as daemon_paths
 from kvwatch.daemon.app import App, ReloadError
 from kvwatch.daemon.lifecycle import Lifecycle
-from kvwatch.daemon.watchlist import GpuFactory, nvml_factory
+from kvwatch.daemon.watchlist import GpuFactory, gpu_factory
 from kvwatch.model.report import Event
 from kvwatch.model.settings import Mode, Settings
 
@@ -66,7 +66,7 @@ def _run(args: argparse.Namespace, lifecycle: Lifecycle, stack: ExitStack) -> in
         settings,
         paths,
         load=load,
-        gpu_factory=_demo_gpus(demo) if demo else nvml_factory(paths.runtime, paths.state),
+        gpu_factory=_demo_gpus(demo) if demo else gpu_factory(paths.runtime, paths.state),
         lifecycle=lifecycle,
         demo=args.demo or "",
         on_events=_event_sink(demo, stack),

@@ -112,7 +112,7 @@ def _bounded(wish: Decision, state: TargetState, view: View) -> Decision:
     """Never below the floor and never above the ceiling; the server's own limit wins over the floor."""
     if wish.limit is None or wish.limit.max_running is None:
         return wish
-    number = wish.limit.max_running
+    number = max(wish.limit.max_running, state.settings.floor)
     number = number if view.ceiling is None else min(number, view.ceiling)
     return replace(wish, limit=replace(wish.limit, max_running=number))
 

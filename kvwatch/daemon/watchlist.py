@@ -119,12 +119,12 @@ def _server_factory(settings: ServerSettings) -> Callable[[], Source[Any]]:
     return make
 
 
-def nvml_factory(runtime_dir: Path, state_dir: Path) -> GpuFactory:
+def gpu_factory(runtime_dir: Path, state_dir: Path) -> GpuFactory:
     """The factory that the daemon uses; the demo brings its own."""
 
     def make(settings: GpuSettings, tick_s: float) -> Source[Any] | None:
-        from kvwatch.sources.gpu.nvml import NvmlSource
+        from kvwatch.sources.gpu import choose
 
-        return NvmlSource(settings, runtime_dir=runtime_dir, state_dir=state_dir, tick_s=tick_s)
+        return choose.create(settings, runtime_dir=runtime_dir, state_dir=state_dir, tick_s=tick_s)
 
     return make

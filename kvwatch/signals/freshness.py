@@ -9,7 +9,7 @@ from kvwatch.model.server import AgentState, ServerState
 from kvwatch.model.settings import ServerSettings
 
 GPU_MAX_AGE_S = 2.5
-"""The worker sends once a second at the least: two and a half of its slowest periods."""
+"""NVML's worker sends once a second at the least; a slower source is given as many of its own periods."""
 
 PERIODS = 3.0
 """Periods without a good sample after which a source is stale (rule `source_stale`)."""
@@ -19,10 +19,11 @@ LEAST_S = 3.0
 
 
 def gpu_fresh(sample: Sample[HostGpus] | None, clock: TickClock, status: SourceStatus | None = None) -> bool:
-    """Whether a GPU sample is current: it has a value, is at most 2.5 s old, and its source is not stuck."""
+    """Whether a GPU sample is current: it has a value, is at most 2.5 periods (2.5 s) old, its source not stuck."""
     if sample is None or sample.value is None or (status is not None and status.stuck):
         return False
-    return sample.age_s(clock.mono_s) <= GPU_MAX_AGE_S
+    period_s = 1.0 if status is None else status.period_s
+    return sample.age_s(clock.mono_s) <= GPU_MAX_AGE_S * max(1.0, period_s)
 
 
 def server_limit_s(settings: ServerSettings) -> float:
