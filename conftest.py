@@ -7,11 +7,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 REQUIRE_ALL = os.environ.get("KVWATCH_REQUIRE_ALL") == "1"
 FIXTURES = Path(__file__).parent / "tests" / "fixtures"
 SHARED = Path(__file__).parent.parent / "shared"
 _skipped: dict[str, int] = {}
+
+# How long an example takes says how busy the machine is, not whether the property holds.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def _missing(tool: str) -> bool:

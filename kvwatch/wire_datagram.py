@@ -43,6 +43,7 @@ _STATS = (
     ("largest_allocatable_bytes", "largest_allocatable_bytes"),
     ("releasable_bytes", "releasable_bytes"),
     ("private_bytes", "private_bytes"),
+    ("weights_bytes", "weights_bytes"),
     ("compactions", "compactions_total"),
 )
 _RATIOS = (

@@ -5,8 +5,9 @@
 #   packaging/install.sh uninstall [--root DIR] [--purge]
 #
 # install    makes a virtual environment in /opt/kvwatch, links /usr/local/bin/kvwatch to it, puts the unit, the
-#            service user and /run/kvwatch in place, writes /etc/kvwatch/kvwatch.yml if there is none, starts it.
-#            Running it again upgrades; your configuration is never touched.
+#            service user and /run/kvwatch in place and an example beside /etc/kvwatch/kvwatch.yml, starts it.
+#            Running it again upgrades; your configuration is never touched. Without one kvwatch watches what it
+#            finds when it starts; `kvwatch probe --write /etc/kvwatch/kvwatch.yml` writes that down.
 # uninstall  undoes that. /etc/kvwatch, /var/lib/kvwatch and the user stay, unless --purge.
 # --root     (or DESTDIR) builds a tree for a package or image: no user, no systemctl.
 #
@@ -24,7 +25,7 @@ purge=no
 say() { printf '%s\n' "$*"; }
 die() { printf 'install.sh: %s\n' "$*" >&2; exit 2; }
 
-usage() { sed -n '2,18s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,20s/^# \{0,1\}//p' "$0"; }
 
 find_python() {
     for python in ${PYTHON:-/usr/bin/python3.14 /usr/bin/python3.13 /usr/bin/python3.12 /usr/bin/python3.11 /usr/bin/python3 /usr/local/bin/python3}; do
@@ -71,11 +72,9 @@ put_files() {
     put 0644 "$here/systemd/kvwatch.service" /etc/systemd/system/kvwatch.service
     put 0644 "$here/systemd/kvwatch.sysusers.conf" /usr/lib/sysusers.d/kvwatch.conf
     put 0644 "$here/systemd/kvwatch.tmpfiles.conf" /usr/lib/tmpfiles.d/kvwatch.conf
-    if [ -e "$root/etc/kvwatch/kvwatch.yml" ]; then
-        say "kept $root/etc/kvwatch/kvwatch.yml"
-    elif [ -e "$here/packaging/kvwatch.yml" ]; then
-        put 0644 "$here/packaging/kvwatch.yml" /etc/kvwatch/kvwatch.yml
-    fi
+    # An example only: a server that it names and that does not answer would page.
+    put 0644 "$here/packaging/kvwatch.yml" /etc/kvwatch/kvwatch.yml.example
+    [ ! -e "$root/etc/kvwatch/kvwatch.yml" ] || say "kept $root/etc/kvwatch/kvwatch.yml"
     mkdir -p "$root/usr/local/bin"
     ln -sfn "$prefix/bin/kvwatch" "$root/usr/local/bin/kvwatch"
     say "linked $root/usr/local/bin/kvwatch"
@@ -108,7 +107,7 @@ do_uninstall() {
     fi
     rm -rf "$root$prefix"
     rm -f "$root/etc/systemd/system/kvwatch.service" "$root/usr/lib/sysusers.d/kvwatch.conf" \
-        "$root/usr/lib/tmpfiles.d/kvwatch.conf"
+        "$root/usr/lib/tmpfiles.d/kvwatch.conf" "$root/etc/kvwatch/kvwatch.yml.example"
     [ ! -L "$root/usr/local/bin/kvwatch" ] || rm -f "$root/usr/local/bin/kvwatch"
     [ -n "$root" ] || [ ! -d /run/systemd/system ] || systemctl daemon-reload
     if [ "$purge" = yes ]; then
@@ -125,6 +124,7 @@ command=$1
 shift
 while [ $# -gt 0 ]; do
     case $1 in
+        -h|--help) usage; exit 0 ;;
         --root) [ $# -ge 2 ] || die "--root needs a directory"; root=$2; shift ;;
         --no-start) start=no ;;
         --purge) purge=yes ;;

@@ -79,18 +79,27 @@ class Daemon:
         self.log = folder / "daemon.log"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> Daemon:
-        """Start and wait until it answers."""
+    def start(
+        self,
+        *,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        before: Callable[[], None] | None = None,
+        seconds: float = 20,
+    ) -> Daemon:
+        """Start and wait until it answers. Output goes into `log` where no descriptor is given;
+        `before` runs in the child."""
         command = [sys.executable, "-m", "kvwatch", "run", "--web.listen-address", f"127.0.0.1:{self.port}"]
         with self.log.open("ab") as stream:
             self.process = subprocess.Popen(
                 [*command, *self._arguments],
                 cwd=ROOT,
                 env=self._environment,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
+                stdout=stream if stdout is None else stdout,
+                stderr=stream if stderr is None else stderr,
+                preexec_fn=before,
             )
-        self.until(lambda: self._answers() or None, 20, "the daemon to answer")
+        self.until(lambda: self._answers() or None, seconds, "the daemon to answer")
         return self
 
     def _answers(self) -> bool:

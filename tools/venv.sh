@@ -18,6 +18,8 @@ if [ -z "$python" ]; then
     exit 1
 fi
 
+echo "installing kvwatch${extra:+ and its development tools} into $dir (once; half a minute or more)" >&2
+
 if [ ! -x "$dir/bin/pip" ]; then
     rm -rf "$dir"
     if ! "$python" -m venv "$dir" >/dev/null 2>&1; then

@@ -8,6 +8,7 @@ it again or runs `kvwatch restore`. Afterwards no lever may hold a limit. A lost
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -58,6 +59,11 @@ class Round:
             found.append(f"lease: {self.lease.read_text().strip()}")
         return found
 
+    def noted(self) -> bool:
+        """Whether anything is still to be given back."""
+        path = self.folder / "d/state/outstanding.json"
+        return path.exists() and bool(json.loads(path.read_text())["entries"])
+
     def kill(self, wait_s: float) -> list[str]:
         """Cross, wait, kill; what was in force at that moment."""
         pages = self.server.pages
@@ -85,10 +91,13 @@ class Round:
 
     def check(self, what: str, *, at_once: bool) -> None:
         """Nothing is left, and nothing comes back."""
+        # The daemon answers before it has given back: a hook of the dead one may have to end first.
         end_s = time.monotonic() + (0.0 if at_once else 10.0)
-        while self.limits() and time.monotonic() < end_s:
+        while (self.noted() or self.limits()) and time.monotonic() < end_s:
             time.sleep(0.02)
-        for _ in range(3):
+        if self.noted():
+            raise SystemExit(f"STILL NOTED after {what}\n{self.daemon.log.read_text()[-3000:]}")
+        for _ in range(10):
             left = self.limits()
             if left:
                 raise SystemExit(f"LEFT after {what}: {left}\n{self.daemon.log.read_text()[-3000:]}")

@@ -60,6 +60,7 @@ class TorchMemory:
         self._guards: dict[int, SnapshotGuard] = {}
         self._layouts: dict[int, tuple[Layout, float]] = {}
         self._uuids: dict[int, str] = {}
+        self.weights_bytes: int | None = None  # set by whoever knows the model; for a process of one GPU
         self._lock = threading.Lock()  # one compaction at a time
         self._compactions = Compactions()
 
@@ -115,6 +116,7 @@ class TorchMemory:
             inactive_bytes=None if expandable else stats.get("inactive_split_bytes.all.current"),
             num_alloc_retries=stats.get("num_alloc_retries"),
             num_ooms=stats.get("num_ooms"),
+            weights_bytes=self.weights_bytes,
             compactions_total=self._compactions.count,
             compact_seconds_total=self._compactions.seconds,
         )

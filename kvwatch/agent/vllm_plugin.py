@@ -170,9 +170,17 @@ def _attach_worker(here: Place, worker: Any) -> Any:
 
         _process(here, engine_index(worker.vllm_config), int(worker.rank)).start()
         worker.__dict__[_AGENT] = Limits(here.lease, here.server)
+        if _PUBLISHER is not None:
+            _PUBLISHER[2].weights_bytes = _weights_bytes(worker)
     except Exception as error:  # noqa: BLE001 - the guard
         _logger().warning("kvwatch agent: cannot attach to this worker: %r", error)
     return worker.__dict__[_AGENT]
+
+
+def _weights_bytes(worker: Any) -> int | None:
+    """What loading the model took on this GPU, as vLLM's own runner measured it."""
+    told = getattr(getattr(worker, "model_runner", None), "model_memory_usage", None)
+    return int(told) if isinstance(told, int | float) and told > 0 else None
 
 
 def _compact(worker: Any, limits: Any) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from kvwatch.catalogue.metrics_spec import (
+    Facts,
     MetricSpec,
+    PerReport,
     Reader,
     Row,
     counter,
@@ -13,6 +16,7 @@ from kvwatch.catalogue.metrics_spec import (
     gauge,
     info,
     kept,
+    sharing,
     stateset,
 )
 from kvwatch.model.gpu import GpuHealth, GpuMemory, GpuState
@@ -24,6 +28,7 @@ from kvwatch.model.signal import GpuSignals
 AWAITED_XIDS = (48, 63, 64, 74, 79, 94, 95, 119, 120)
 HEALTHS = tuple(GpuHealth)
 GPU = ("uuid", "gpu")
+T = TypeVar("T")
 
 
 # The same tuple for a GPU in every row of every report: rows are compared by identity first.
@@ -43,31 +48,34 @@ def _ids(gpu: GpuReport) -> tuple[str, str]:
     return made
 
 
-def _state(pick: Callable[[GpuState], float | None]) -> Reader:
-    def read(report: TickReport) -> Iterator[Row]:
-        for gpu in report.gpus:
-            value = pick(gpu.state)
-            if value is not None:
-                yield _ids(gpu), value
+_states = PerReport(lambda report: [(_ids(gpu), gpu.state) for gpu in report.gpus])
+_memories = PerReport(
+    lambda report: [(_ids(gpu), memory) for gpu in report.gpus if (memory := gpu.state.memory) is not None]
+)
+_signals = PerReport(
+    lambda report: [(_ids(gpu), signals) for gpu in report.gpus if (signals := gpu.signals) is not None]
+)
+
+
+def _rows(
+    things: Callable[[TickReport], list[tuple[tuple[str, str], T]]], pick: Callable[[T], float | None]
+) -> Reader:
+    def read(report: TickReport) -> list[Row]:
+        return [(ids, value) for ids, thing in things(report) if (value := pick(thing)) is not None]
 
     return read
+
+
+def _state(pick: Callable[[GpuState], float | None]) -> Reader:
+    return _rows(_states, pick)
 
 
 def _memory(pick: Callable[[GpuMemory], int | None]) -> Reader:
-    def pick_state(state: GpuState) -> float | None:
-        return None if state.memory is None else pick(state.memory)
-
-    return _state(pick_state)
+    return _rows(_memories, pick)
 
 
 def _signal(pick: Callable[[GpuSignals], float | None]) -> Reader:
-    def read(report: TickReport) -> Iterator[Row]:
-        for gpu in report.gpus:
-            value = None if gpu.signals is None else pick(gpu.signals)
-            if value is not None:
-                yield _ids(gpu), value
-
-    return read
+    return _rows(_signals, pick)
 
 
 def _up(report: TickReport) -> Iterator[Row]:
@@ -160,7 +168,19 @@ IDENTITY = (
     ),
 )
 
-MEMORY = (
+
+_memory_facts = Facts(
+    lambda report: [
+        (
+            *ids, s.is_mig_parent, s.memory, s.used_peak_bytes, s.free_low_bytes, s.hidden_from_15s_bytes,
+            s.sample_interval_s, g and (g.ledger, g.headroom_bytes),
+        )
+        for (ids, s), g in zip(_states(report), [gpu.signals for gpu in report.gpus], strict=True)
+    ]
+)  # fmt: skip
+
+MEMORY = sharing(
+    _memory_facts,
     gauge(
         "gpu_memory_total_bytes",
         "Device memory: used + free + reserved.",

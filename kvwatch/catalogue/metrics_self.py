@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvwatch.catalogue.metrics_spec import (
+    Facts,
     MetricSpec,
     Reader,
     Row,
@@ -12,6 +13,7 @@ from kvwatch.catalogue.metrics_spec import (
     experimental,
     gauge,
     info,
+    sharing,
     stateset,
 )
 from kvwatch.model.report import ShellStatus, TickReport
@@ -60,7 +62,14 @@ def _maintenance(shell: ShellStatus) -> float:
     return float(shell.maintenance_until_wall_s is not None)
 
 
-SELF_METRICS: tuple[MetricSpec, ...] = (
+_own_facts = Facts(lambda report: [report.version, report.mode, report.shell])
+_OWN = (  # what hardly ever changes
+    "build_info", "control_mode", "maintenance_active", "ticks_missed_total", "config_last_reload_successful",
+    "config_last_reload_success_timestamp_seconds", "actions_dropped_total", "agent_datagrams_total",
+    "ledger_clamped_total",
+)  # fmt: skip
+
+_METRICS: tuple[MetricSpec, ...] = (
     info("build_info", "Version of kvwatch.", _build, "version"),
     stateset("control_mode", "What kvwatch may do; exactly one is 1.", _mode, "mode"),
     gauge("maintenance_active", "Whether the GPUs are released for maintenance.", _shell(_maintenance)),
@@ -139,4 +148,8 @@ SELF_METRICS: tuple[MetricSpec, ...] = (
             _shell(lambda s: s.clamped_total),
         )
     ),
+)
+
+SELF_METRICS: tuple[MetricSpec, ...] = tuple(
+    sharing(_own_facts, spec)[0] if spec.name.removeprefix("kvwatch_") in _OWN else spec for spec in _METRICS
 )

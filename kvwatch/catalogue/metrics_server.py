@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvwatch.catalogue.metrics_spec import (
+    Facts,
     MetricSpec,
+    PerReport,
     Reader,
     Row,
     counter,
     experimental,
     gauge,
     info,
+    sharing,
     summary,
 )
 from kvwatch.model.report import ServerReport, TickReport
@@ -40,6 +43,9 @@ def _pairs(report: TickReport) -> Iterator[tuple[tuple[str, str], EngineState, E
             yield ids, states.get(engine, NO_STATE), signals.get(engine, NO_SIGNALS)
 
 
+_engines = PerReport(lambda report: list(_pairs(report)))
+
+
 def _server(pick: Callable[[ServerReport], float | None]) -> Reader:
     def read(report: TickReport) -> Iterator[Row]:
         for server in report.servers:
@@ -53,11 +59,9 @@ def _server(pick: Callable[[ServerReport], float | None]) -> Reader:
 
 
 def _engine(pick: Callable[[EngineState, EngineSignals], float | None]) -> Reader:
-    def read(report: TickReport) -> Iterator[Row]:
-        for ids, state, signals in _pairs(report):
-            value = pick(state, signals)
-            if value is not None:
-                yield ids, value
+    def read(report: TickReport) -> list[Row]:
+        rows = _engines(report)
+        return [(ids, value) for ids, state, signals in rows if (value := pick(state, signals)) is not None]
 
     return read
 
@@ -85,7 +89,7 @@ def _semantics(report: TickReport) -> Iterator[Row]:
 
 
 def _blocks(report: TickReport) -> Iterator[Row]:
-    for ids, state, _ in _pairs(report):
+    for ids, state, _ in _engines(report):
         kv = state.kv
         parts = (("used", kv.used_blocks), ("free", kv.free_blocks), ("evictable", kv.evictable_blocks))
         for part, count in parts:
@@ -94,7 +98,7 @@ def _blocks(report: TickReport) -> Iterator[Row]:
 
 
 def _requests(report: TickReport) -> Iterator[Row]:
-    for ids, state, signals in _pairs(report):
+    for ids, state, signals in _engines(report):
         running = _first(signals.running, state.scheduler.running)
         waiting = _first(signals.waiting, state.scheduler.waiting)
         if running is not None:
@@ -105,7 +109,7 @@ def _requests(report: TickReport) -> Iterator[Row]:
 
 def _quantiles(pick: Callable[[EngineSignals], Quantiles | None]) -> Reader:
     def read(report: TickReport) -> Iterator[Row]:
-        for ids, _, signals in _pairs(report):
+        for ids, _, signals in _engines(report):
             found = pick(signals)
             if found is None or not found.count:
                 continue
@@ -116,7 +120,7 @@ def _quantiles(pick: Callable[[EngineSignals], Quantiles | None]) -> Reader:
 
 
 def _waste(report: TickReport) -> Iterator[Row]:
-    for ids, _, signals in _pairs(report):
+    for ids, _, signals in _engines(report):
         if signals.waste is not None:
             yield (*ids, signals.waste.method), signals.waste.ratio
 
@@ -157,27 +161,41 @@ def _by_state(*picks: tuple[str, Callable[[AllocatorState], float | None]]) -> R
     return read
 
 
+_server_facts = Facts(
+    lambda report: [
+        (
+            s.server, s.kind, s.up, s.stalled, engines_of(s),
+            s.state and (s.state.kind, s.state.version, s.state.model, s.state.semantics),
+        )
+        for s in report.servers
+    ]
+)  # fmt: skip
+_agent_facts = Facts(lambda report: [report.agents])
+
 SERVER = (
-    gauge(
-        "server_up",
-        "Whether the last reading of this server was a page with the expected series.",
-        _server(lambda s: float(s.up)),
-        *ENGINE,
-    ),
-    gauge(
-        "server_stalled",
-        "Whether requests are running or waiting while no token counter moves.",
-        _server(lambda s: None if s.stalled is None else float(s.stalled)),
-        *ENGINE,
-    ),
-    info("server_info", "What this server says it is.", _info, *ENGINE, "kind", "version", "model"),
-    info(
-        "kv_semantics_info",
-        "What this server's KV usage means: how evictable blocks count, and what is measured.",
-        _semantics,
-        *ENGINE,
-        "evictable",
-        "basis",
+    *sharing(
+        _server_facts,
+        gauge(
+            "server_up",
+            "Whether the last reading of this server was a page with the expected series.",
+            _server(lambda s: float(s.up)),
+            *ENGINE,
+        ),
+        gauge(
+            "server_stalled",
+            "Whether requests are running or waiting while no token counter moves.",
+            _server(lambda s: None if s.stalled is None else float(s.stalled)),
+            *ENGINE,
+        ),
+        info("server_info", "What this server says it is.", _info, *ENGINE, "kind", "version", "model"),
+        info(
+            "kv_semantics_info",
+            "What this server's KV usage means: how evictable blocks count, and what is measured.",
+            _semantics,
+            *ENGINE,
+            "evictable",
+            "basis",
+        ),
     ),
     experimental(
         counter(
@@ -270,7 +288,8 @@ LOAD = (
     ),
 )
 
-ALLOCATOR = (
+ALLOCATOR = sharing(
+    _agent_facts,
     gauge(
         "allocator_bytes",
         "The server's PyTorch allocator by state, from an agent inside it; states overlap.",
@@ -280,8 +299,6 @@ ALLOCATOR = (
             ("active", lambda a: a.active_bytes),
             ("requested", lambda a: a.requested_bytes),
             ("inactive", lambda a: a.inactive_bytes),
-            ("releasable", lambda a: a.releasable_bytes),
-            ("private", lambda a: a.private_bytes),
         ),
         *RANK,
         "state",
@@ -318,6 +335,24 @@ ALLOCATOR = (
         "Out-of-memory errors that the allocator raised.",
         _agent(lambda a: a.num_ooms),
         *RANK,
+    ),
+    experimental(
+        gauge(
+            "allocator_releasable_bytes",
+            "Reserved memory that the allocator could return to the device at once.",
+            _agent(lambda a: a.releasable_bytes),
+            *RANK,
+            unit="bytes",
+        )
+    ),
+    experimental(
+        gauge(
+            "allocator_private_bytes",
+            "Reserved by private pools (CUDA graphs), of no use to anything else.",
+            _agent(lambda a: a.private_bytes),
+            *RANK,
+            unit="bytes",
+        )
     ),
     experimental(
         gauge(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from kvwatch.model.report import TickReport
 
 Row = tuple[tuple[str, ...], float]
 Reader = Callable[[TickReport], Iterable[Row]]
+T = TypeVar("T")
 
 
 def kept(facts: Callable[[TickReport], list[object]], rows: Reader) -> Reader:
@@ -22,13 +24,47 @@ def kept(facts: Callable[[TickReport], list[object]], rows: Reader) -> Reader:
     def read(report: TickReport) -> list[Row]:
         nonlocal last
         now, before = facts(report), last
-        if before is not None and before[0] == now:
+        if before is not None and (before[0] is now or before[0] == now):
             return before[1]
         found = list(rows(report))
         last = (now, found)
         return found
 
     return read
+
+
+class PerReport(Generic[T]):
+    """Something worked out once per report, although many metrics ask for it."""
+
+    __slots__ = ("_last", "_make")
+
+    def __init__(self, make: Callable[[TickReport], T]) -> None:
+        self._make = make
+        self._last: tuple[TickReport, T] | None = None
+
+    def __call__(self, report: TickReport) -> T:
+        """What was made of this report, made now if it is a new one."""
+        last = self._last
+        if last is None or last[0] is not report:
+            self._last = last = (report, self._make(report))
+        return last[1]
+
+
+class Facts(PerReport[list[object]]):
+    """Facts worked out once per report; the very same list as before while they are equal."""
+
+    __slots__ = ()
+
+    def __call__(self, report: TickReport) -> list[object]:
+        """The facts of this report."""
+        last = self._last
+        if last is not None and last[0] is report:
+            return last[1]
+        made = self._make(report)
+        if last is not None and last[1] == made:
+            made = last[1]
+        self._last = (report, made)
+        return made
 
 
 class MetricKind(enum.StrEnum):
@@ -88,6 +124,14 @@ def stateset(name: str, text: str, read: Reader, *labels: str) -> MetricSpec:
 def summary(name: str, text: str, read: Reader, *labels: str, unit: str = "") -> MetricSpec:
     """Quantiles, without sum and count."""
     return _spec(name, MetricKind.SUMMARY, text, read, labels, unit)
+
+
+def sharing(facts: Callable[[TickReport], list[object]], *specs: MetricSpec) -> tuple[MetricSpec, ...]:
+    """Rows whose readers look at nothing but these facts: read again only when one of them differs.
+
+    A test renders every single change of a report against a page that has never seen another one.
+    """
+    return tuple(replace(spec, read=kept(facts, spec.read)) for spec in specs)
 
 
 def experimental(spec: MetricSpec) -> MetricSpec:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvwatch.catalogue.metrics_server import engines_of
-from kvwatch.catalogue.metrics_spec import MetricSpec, Reader, Row, counter, experimental, gauge, kept
+from kvwatch.catalogue.metrics_spec import (
+    Facts,
+    MetricSpec,
+    PerReport,
+    Reader,
+    Row,
+    counter,
+    experimental,
+    gauge,
+    kept,
+)
 from kvwatch.model.action import Outcome
 from kvwatch.model.level import Level, Verdict
 from kvwatch.model.report import LimitReport, TickReport
@@ -76,21 +86,6 @@ def _labels(verdict: Verdict) -> Labels:
     return known
 
 
-class _Fold:
-    """Verdicts by their labels, made once per report although four metrics ask for them."""
-
-    __slots__ = ("_last",)
-
-    def __init__(self) -> None:
-        self._last: tuple[TickReport, Folded] | None = None
-
-    def __call__(self, report: TickReport) -> Folded:
-        last = self._last
-        if last is None or last[0] is not report:
-            self._last = last = (report, _fold(report))
-        return last[1]
-
-
 def _fold(report: TickReport) -> Folded:
     groups: Folded = {}
     for verdict in report.verdicts:
@@ -101,8 +96,11 @@ def _fold(report: TickReport) -> Folded:
     return groups
 
 
-folded = _Fold()
+folded = PerReport(_fold)
 """Verdicts by their labels, worst first; scopes that differ by source alone share labels."""
+
+
+_worst_of = PerReport(lambda report: [(labels, verdicts[0]) for labels, verdicts in folded(report).items()])
 
 
 def _badness(verdict: Verdict) -> tuple[int, float]:
@@ -110,29 +108,28 @@ def _badness(verdict: Verdict) -> tuple[int, float]:
 
 
 def _worst(pick: Callable[[Verdict], float | None]) -> Reader:
-    def read(report: TickReport) -> Iterator[Row]:
-        for labels, verdicts in folded(report).items():
-            value = pick(verdicts[0])
-            if value is not None:
-                yield labels.scope, value
+    def read(report: TickReport) -> list[Row]:
+        rows = _worst_of(report)
+        return [(labels.scope, value) for labels, worst in rows if (value := pick(worst)) is not None]
 
     return read
 
 
 def _thresholds(report: TickReport) -> Iterator[Row]:
-    for labels, verdicts in folded(report).items():
-        worst = verdicts[0]
+    for labels, worst in _worst_of(report):
         if worst.yellow is not None:
             yield labels.yellow, worst.yellow
         if worst.red is not None:
             yield labels.red, worst.red
 
 
-def _level_seconds(report: TickReport) -> Iterator[Row]:
+def _level_seconds(report: TickReport) -> list[Row]:
     """Seconds per level; of folded scopes the longest bad and the shortest green time: none ever shrinks."""
+    rows: list[Row] = []
     for labels, verdicts in folded(report).items():
         times = _seconds(verdicts[0]) if len(verdicts) == 1 else _folded_seconds(verdicts)
-        yield from zip(labels.seconds, times, strict=True)
+        rows += zip(labels.seconds, times, strict=True)
+    return rows
 
 
 def _folded_seconds(verdicts: list[Verdict]) -> list[float]:
@@ -154,9 +151,10 @@ def _seconds(verdict: Verdict) -> list[float]:
     return seconds
 
 
-def _rules_facts(*pick: Callable[[Verdict], object]) -> Callable[[TickReport], list[object]]:
-    """Facts of each verdict, for rows that are kept while these are equal."""
-    return lambda report: [(v.rule, v.scope, *[choose(v) for choose in pick]) for v in report.verdicts]
+# The level too where thresholds are told: of scopes that fold into one series the worst speaks.
+_rule_facts = Facts(
+    lambda report: [(v.rule, v.scope, v.level, v.yellow, v.red, v.value) for v in report.verdicts]
+)
 
 
 def _limits(pick: Callable[[LimitReport], float | None]) -> Reader:
@@ -195,6 +193,8 @@ def _actions(report: TickReport) -> Iterator[Row]:
     yield from counts.items()
 
 
+_action_facts = Facts(lambda report: [report.actions_total])
+
 FORECAST = (
     gauge(
         "time_to_exhaustion_seconds",
@@ -219,22 +219,21 @@ RULES = (
     gauge(
         "rule_level",
         "Level of a rule: -1 unknown, 0 green, 1 yellow, 2 red.",
-        kept(_rules_facts(lambda v: v.level), _worst(lambda v: v.level.value)),
+        kept(_rule_facts, _worst(lambda v: v.level.value)),
         *SCOPE,
         "rule",
     ),
     gauge(
         "rule_value",
         "The value that a rule judges, in its own unit.",
-        _worst(lambda v: v.value),
+        kept(_rule_facts, _worst(lambda v: v.value)),
         *SCOPE,
         "rule",
     ),
     gauge(
         "rule_threshold",
         "The thresholds of a rule, in its own unit.",
-        # The level too: of scopes that fold into one series the worst speaks.
-        kept(_rules_facts(lambda v: v.level, lambda v: v.yellow, lambda v: v.red), _thresholds),
+        kept(_rule_facts, _thresholds),
         *SCOPE,
         "rule",
         "level",
@@ -275,7 +274,9 @@ CONTROL = (
         *ENGINE,
         unit="seconds",
     ),
-    counter("actions_total", "Actions by what came of them.", _actions, "action", "outcome"),
+    counter(
+        "actions_total", "Actions by what came of them.", kept(_action_facts, _actions), "action", "outcome"
+    ),
 )
 
 VERDICT_METRICS: tuple[MetricSpec, ...] = (*FORECAST, *RULES, *CONTROL)

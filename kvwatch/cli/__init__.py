@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from kvwatch import __version__
+from kvwatch.cli import streams
 
 EXIT_OK = 0
 EXIT_FINDINGS = 1
@@ -19,6 +20,7 @@ SCENARIOS = ("tour", "calm", "overload", "leak", "faults")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one subcommand, return its exit status."""
+    streams.fill()
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
@@ -210,7 +212,14 @@ def _gen(args: argparse.Namespace) -> int:
 
     from kvwatch import gen
 
-    differing = gen.run(Path.cwd(), check=args.check)
+    if not (Path.cwd() / "kvwatch" / "gen").is_dir():
+        print("kvwatch: gen works in a source checkout of kvwatch; change into it first", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        differing = gen.run(Path.cwd(), check=args.check)
+    except ModuleNotFoundError as error:
+        print(f"kvwatch: gen needs {error.name}, a development tool; `make gen` installs it", file=sys.stderr)
+        return EXIT_USAGE
     for name in differing:
         print(f"{'differs' if args.check else 'written'}: {name}", file=sys.stderr)
     return EXIT_FINDINGS if args.check and differing else EXIT_OK

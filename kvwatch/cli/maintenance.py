@@ -13,7 +13,11 @@ from kvwatch.daemon import maintenance, paths
 
 def main(args: argparse.Namespace) -> int:
     """Write or remove the switch that the daemon follows within a second."""
-    where = paths.find()
+    try:
+        where = paths.find()
+    except paths.DirectoryError as error:
+        print(f"kvwatch: {error}", file=sys.stderr)
+        return EXIT_CANNOT_START
     try:
         if args.state == "off":
             was_on = maintenance.switch_off(where.maintenance)
@@ -33,4 +37,6 @@ def main(args: argparse.Namespace) -> int:
         return EXIT_CANNOT_START
     ends = time.strftime("%H:%M:%S", time.localtime(state.until_wall_s))
     print(f"GPUs are released until {ends}; `kvwatch maintenance off` takes them back earlier")
+    if not where.lock.exists():
+        print(f"no kvwatch has run here yet; one that starts before {ends} leaves the GPUs alone")
     return EXIT_OK

@@ -59,7 +59,11 @@ def main(args: argparse.Namespace) -> int:
         print("\n".join(_as_text(seen)))
     if args.write:
         try:
-            Path(args.write).write_text(as_config(seen), encoding="utf-8")
+            with Path(args.write).open("x", encoding="utf-8") as stream:
+                stream.write(as_config(seen))
+        except FileExistsError:
+            print(f"kvwatch: {args.write} exists and is left as it is; name another file", file=sys.stderr)
+            return EXIT_USAGE
         except OSError as error:
             print(f"kvwatch: {args.write}: {error.strerror}", file=sys.stderr)
             return EXIT_USAGE

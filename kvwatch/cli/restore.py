@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvwatch import wire
 from kvwatch.actions.base import Context
-from kvwatch.cli import EXIT_FINDINGS, EXIT_OK
+from kvwatch.cli import EXIT_CANNOT_START, EXIT_FINDINGS, EXIT_OK
 from kvwatch.daemon import paths
 from kvwatch.daemon.giveback import give_back_all
 from kvwatch.daemon.outstanding import Outstanding
@@ -22,7 +22,11 @@ LONGEST_S = 20.0
 
 def main(_args: argparse.Namespace) -> int:
     """0 when nothing of ours is in force any more, 1 when something could not be given back."""
-    where = paths.find()
+    try:
+        where = paths.find()
+    except paths.DirectoryError as error:
+        print(f"kvwatch: {error}", file=sys.stderr)
+        return EXIT_CANNOT_START
     with _alone(where.lock) as holder:
         if holder:
             print(

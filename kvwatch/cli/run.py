@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import gc
 import logging
@@ -18,10 +19,13 @@ from typing import TYPE_CHECKING
 
 from kvwatch import config
 from kvwatch.cli import DEFAULT_CONFIG, EXIT_CANNOT_START, EXIT_USAGE
+from kvwatch.cli import log as log_lines
 from kvwatch.daemon import paths as daemon_paths
 from kvwatch.daemon.app import App, ReloadError
 from kvwatch.daemon.lifecycle import Lifecycle
 from kvwatch.daemon.watchlist import GpuFactory, gpu_factory
+from kvwatch.exporters.lines import TextWriter
+from kvwatch.exporters.web_config import BadCertificateError
 from kvwatch.model.report import Event
 from kvwatch.model.settings import Mode, Settings
 
@@ -40,12 +44,12 @@ class CannotStartError(Exception):
 
 def main(args: argparse.Namespace) -> int:
     """Run until stopped; 0 as asked, 2 bad configuration, 3 cannot start."""
-    threading.stack_size(THREAD_STACK_BYTES)
-    _set_up_logging(args.log_level)
     lifecycle = Lifecycle()
     lifecycle.install()
+    threading.stack_size(THREAD_STACK_BYTES)
     try:
         with ExitStack() as stack:
+            stack.callback(log_lines.set_up(args.log_level).close)
             return _run(args, lifecycle, stack)
     except ReloadError as error:
         print("\n".join(error.findings), file=sys.stderr)
@@ -62,6 +66,7 @@ def _run(args: argparse.Namespace, lifecycle: Lifecycle, stack: ExitStack) -> in
     paths = _paths(demo, stack)
     daemon_paths.prepare(paths)
     _take_lock(paths.lock, stack)
+    terminal = _terminal(demo, stack)
     app = App(
         settings,
         paths,
@@ -69,12 +74,12 @@ def _run(args: argparse.Namespace, lifecycle: Lifecycle, stack: ExitStack) -> in
         gpu_factory=_demo_gpus(demo) if demo else gpu_factory(paths.runtime, paths.state),
         lifecycle=lifecycle,
         demo=args.demo or "",
-        on_events=_event_sink(demo, stack),
+        on_events=_event_sink(terminal, stack),
     )
     stack.callback(app.close)
     url = _serve(app, settings, stack)
-    if demo is not None:
-        _tell(demo, url)
+    if demo is not None and terminal is not None:
+        _tell(demo, url, terminal)
     log.info("serving on %s", url)
     _settle_memory()
     return app.run()
@@ -85,13 +90,6 @@ def _settle_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
-
-
-def _set_up_logging(level: str) -> None:
-    """Plain lines on standard error; under systemd with the priority that the journal understands."""
-    under_systemd = "JOURNAL_STREAM" in os.environ
-    form = "%(name)s: %(message)s" if under_systemd else "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=level.upper(), format=form, stream=sys.stderr)
 
 
 def _start_demo(args: argparse.Namespace, stack: ExitStack) -> Demo | None:
@@ -120,9 +118,7 @@ def _loader(args: argparse.Namespace, demo: Demo | None) -> Callable[[], Setting
 def _read(args: argparse.Namespace, demo: Demo | None) -> Settings:
     if demo is not None:
         return demo.settings
-    file = args.config
-    if file is None and Path(DEFAULT_CONFIG).exists():
-        file = DEFAULT_CONFIG
+    file = args.config or _default_config()
     if file is None:
         return _discovered()
     try:
@@ -131,6 +127,17 @@ def _read(args: argparse.Namespace, demo: Demo | None) -> Settings:
         raise ReloadError([str(finding) for finding in error.findings]) from error
     except config.UnreadableConfig as error:
         raise ReloadError([str(error)]) from error
+
+
+def _default_config() -> str | None:
+    """The default file, also when this user may not look at it: that is then said, not passed over."""
+    try:
+        Path(DEFAULT_CONFIG).stat()
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return DEFAULT_CONFIG
+    return DEFAULT_CONFIG
 
 
 def _discovered() -> Settings:
@@ -172,7 +179,10 @@ def _paths(demo: Demo | None, stack: ExitStack) -> daemon_paths.Paths:
 
 def _take_lock(path: Path, stack: ExitStack) -> None:
     """Two daemons on one host would undo each other's limits: the second does not start."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise CannotStartError(f"{path}: {error.strerror}; make room, or give it to this user") from error
     stack.callback(os.close, descriptor)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,8 +191,9 @@ def _take_lock(path: Path, stack: ExitStack) -> None:
         raise CannotStartError(
             f"another kvwatch runs here (pid {holder}, lock {path}); stop it first"
         ) from error
-    os.truncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk: the lock holds, it only cannot say who has it
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
 
 def _serve(app: App, settings: Settings, stack: ExitStack) -> str:
@@ -198,6 +209,8 @@ def _serve(app: App, settings: Settings, stack: ExitStack) -> str:
     server = WebServer(web.host, web.port, app, enable_lifecycle=web.enable_lifecycle, web_config=web_config)
     try:
         server.start()
+    except BadCertificateError as error:
+        raise ReloadError([f"{web.config_file}: tls_server_config: {error}"]) from error
     except OSError as error:
         raise CannotStartError(
             f"cannot listen on {web.host}:{web.port} ({error.strerror}); "
@@ -207,26 +220,32 @@ def _serve(app: App, settings: Settings, stack: ExitStack) -> str:
     return server.url
 
 
-def _event_sink(demo: Demo | None, stack: ExitStack) -> Callable[[tuple[Event, ...]], None]:
+def _terminal(demo: Demo | None, stack: ExitStack) -> TextWriter | None:
+    """Where the demo tells its story; it may be a pipe that nobody reads."""
+    if demo is None:
+        return None
+    terminal = TextWriter(sys.stdout.fileno(), name="terminal")
+    stack.callback(terminal.close)
+    return terminal
+
+
+def _event_sink(terminal: TextWriter | None, stack: ExitStack) -> Callable[[tuple[Event, ...]], None]:
     """Where audit events go: JSON lines on standard output; in the demo a sentence for a level change."""
-    if demo is not None:
-        return _print_levels
+    if terminal is not None:
+        from kvwatch.cli.story import level_lines
+
+        return lambda events: terminal.offer(level_lines(events))
     from kvwatch.exporters.events import JournalWriter
 
-    journal = JournalWriter(sys.stdout.fileno())
+    fd = sys.stdout.fileno()
+    journal = JournalWriter(fd, prefix=log_lines.read_by_journal(fd))
     stack.callback(journal.close)
     return journal.offer
 
 
-def _print_levels(events: tuple[Event, ...]) -> None:
-    for event in events:
-        if event.kind == "level":
-            print(f"         {event.message}", flush=True)
-
-
-def _tell(demo: Demo, url: str) -> None:
+def _tell(demo: Demo, url: str, terminal: TextWriter) -> None:
     """The demo's story on the terminal: where to look, and a line when something begins."""
-    print(f"kvwatch demo\n  status page  {url}/\n  metrics      {url}/metrics\n{demo.describe()}", flush=True)
+    terminal.offer([f"kvwatch demo\n  status page  {url}/\n  metrics      {url}/metrics\n{demo.describe()}"])
 
     def narrate() -> None:
         import time
@@ -236,7 +255,7 @@ def _tell(demo: Demo, url: str) -> None:
             elapsed_s = time.monotonic() - begun_s
             line = demo.narrate(elapsed_s)
             if line:
-                print(f"{elapsed_s:5.0f} s  {line}", flush=True)
+                terminal.offer([f"{elapsed_s:5.0f} s  {line}"])
             time.sleep(0.5)
 
     threading.Thread(target=narrate, name="narrator", daemon=True).start()

@@ -20,8 +20,8 @@ from kvwatch.model.settings import (
     TargetSettings,
 )
 
-ACTIONS = ("lease", "exec", "http")
-LATER_ACTIONS = ("sglang", "vllm", "haproxy", "dynamo")
+ACTIONS = ("lease", "exec", "http", "sglang")
+LATER_ACTIONS = ("vllm", "haproxy", "dynamo")
 LATER_POLICIES = ("schedule", "aimd", "token_budget", "slo_directed")
 NEEDS_CONSENT = ("threshold", "aimd")  # policies that give up goodput: `act` needs a yes to that
 EVENTS = ("red", "yellow", "green", "restore")
@@ -106,6 +106,19 @@ HTTP = Table(
         _deadline,
     ),
 )
+SGLANG = Table(
+    title="sglang",
+    help="SGLang's `/set_internal_state`, with the value read back; it cannot stop admission altogether.",
+    build=_action("sglang"),
+    fields=(
+        Field("url", readers.url, "The server's address", required=True),
+        Field(
+            "bearer_file", readers.path, "File with the admin key, where one is set", default="no key is sent"
+        ),
+        Field("ca_file", readers.path, "Certificates to trust for https", default="the system's"),
+        _deadline,
+    ),
+)
 _LATER = tuple(
     Field(kind, readers.not_built(kind, ACTIONS), "Known, not built yet") for kind in LATER_ACTIONS
 )
@@ -124,6 +137,7 @@ VIA = Table(
         Field("lease", LEASE, "The limit file"),
         Field("exec", EXEC, "A program"),
         Field("http", HTTP, "A web hook"),
+        Field("sglang", SGLANG, "SGLang's own knob"),
         *_LATER,
     ),
 )

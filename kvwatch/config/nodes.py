@@ -184,6 +184,10 @@ def _syntax_error(error: Exception, text: str, findings: Findings) -> None:
         problem = "alias without an anchor"
     if "cannot start any token" in problem:
         problem += _syntax_hint(text, line, col)
+    context = getattr(error, "context_mark", None)
+    if context is not None and "unexpected end" in problem and "quoted" in str(error):
+        line, col = context.line + 1, context.column + 1
+        problem += "; the quote that begins here has no end"
     if "mapping values are not allowed" in problem:
         problem += "; quote a value that contains `: `"
     findings.add(line, col, DOCUMENT, f"syntax: {problem}")

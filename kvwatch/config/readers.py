@@ -287,6 +287,8 @@ def _check_server_url(text: str) -> str | None:
     wrong = _check_url(text)
     if wrong is None and "?" in text:
         return "has a query; a server's URL is scheme, host, port and a path prefix"
+    if wrong is None and text.rstrip("/").endswith("/metrics"):
+        return "ends in /metrics, which kvwatch adds itself; write it without (another path: `metrics_path`)"
     return wrong
 
 

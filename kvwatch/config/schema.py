@@ -62,7 +62,7 @@ AGENTS = Table(
 )
 RECORD = Table(
     title="record",
-    help="A recording of every report, for `kvwatch replay`.",
+    help="Recordings of every report. This version checks these keys and records nothing yet.",
     build=RecordSettings,
     fields=(
         Field("dir", readers.path, "Where recordings go", default="none: nothing is recorded"),

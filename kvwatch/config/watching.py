@@ -20,9 +20,10 @@ from kvwatch.model.settings import (
     SloSettings,
     TlsSettings,
 )
+from kvwatch.sources.servers import kinds
 
 # The engines of the public contract; `auto` asks the server, `mapped` reads by the file's own table.
-KINDS = (
+_FIRST_KINDS = (
     "vllm",
     "sglang",
     "llamacpp",
@@ -40,6 +41,8 @@ KINDS = (
     "auto",
     "mapped",
 )
+# In the order of the documentation; an engine that is added as a file comes after them.
+KINDS = _FIRST_KINDS + tuple(kind for kind in kinds() if kind not in _FIRST_KINDS)
 # What a `metrics:` table may fill: the figures of the KV cache and the scheduler, and the histograms.
 MAPPABLE = (
     *(one.name for one in dataclasses.fields(KvCacheState) if one.name != "weights_bytes"),

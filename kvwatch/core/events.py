@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvwatch.control.plan import Planned
 from kvwatch.core.headline import scope_text
 from kvwatch.core.state import CoreState
+from kvwatch.core.wording import why
 from kvwatch.model.action import ActionResult, EventKind, Limit, Outcome
 from kvwatch.model.level import Level, Scope, Verdict
 from kvwatch.model.report import Event, GpuReport, ServerReport, TickReport
@@ -96,10 +97,9 @@ def _levels(state: CoreState, report: TickReport) -> Iterator[_Found]:
 
 def _level(verdict: Verdict, before: Level, signals: Signals) -> _Found:
     said = f"{verdict.rule.value} of {scope_text(verdict.scope)} is {verdict.level.name.lower()}"
-    why = verdict.detail or verdict.reason.value.replace("_", " ")
     return _Found(
         kind="level",
-        message=f"{said} (was {before.name.lower()}): {why}",
+        message=f"{said} (was {before.name.lower()}): {why(verdict)}",
         rule=verdict.rule.value,
         scope=verdict.scope,
         level_from=before,

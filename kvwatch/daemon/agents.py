@@ -74,8 +74,8 @@ class Agents:
         while not stop.is_set():
             try:
                 listening = create(path)
-            except SourceError as error:
-                self._complain(error.failure.message)
+            except (SourceError, OSError) as error:  # OSError: no descriptor left
+                self._complain(str(error))
                 stop.wait(RETRY_S)
                 continue
             self._complain("")

@@ -40,6 +40,7 @@ LATE_PERIODS = 1.5
 # A core that fails this often in a row is given to systemd to restart.
 MAX_CORE_FAILURES = 3
 RELOAD_WAIT_S = 5.0
+SOURCES_END_S = 3.0
 ORPHAN_RETRY_S = 30.0
 ORPHAN_DEADLINE_S = 3.0
 
@@ -56,10 +57,12 @@ class ReloadError(Exception):
 
 @dataclass(slots=True)
 class _Pending:
-    """A reload on its way from a web worker or a signal to the loop."""
+    """A reload on its way to the loop: new settings, or what was wrong with them."""
 
-    settings: Settings
-    applied: threading.Event
+    settings: Settings | None
+    patterns: Mapping[str, tuple[str, ...]]
+    findings: list[str]
+    taken: threading.Event
 
 
 class App:
@@ -134,17 +137,23 @@ class App:
     def reload(self) -> list[str]:
         """Load and check the configuration, and apply it in the loop; the findings when it is bad."""
         with self._reload_lock:
-            try:
-                settings = self._load()
-            except ReloadError as error:
-                self._reload_failed(error.findings)
-                return error.findings
-            pending = _Pending(settings, threading.Event())
+            pending = self._loaded()
             self._pending = pending
             self._board.changed.set()
-            if not pending.applied.wait(RELOAD_WAIT_S):
+            if not pending.taken.wait(RELOAD_WAIT_S) and not pending.findings:
                 return ["the loop did not take the new configuration in time"]
-            return []
+            return pending.findings
+
+    def _loaded(self) -> _Pending:
+        """Everything of a reload that touches the disk, adapters of new kinds included."""
+        try:
+            settings = self._load()
+            return _Pending(settings, process_patterns(settings), [], threading.Event())
+        except ReloadError as error:
+            findings = error.findings
+        except (OSError, ImportError) as error:
+            findings = [f"{error}; mend that and reload"]
+        return _Pending(None, {}, findings, threading.Event())
 
     # The loop
 
@@ -153,6 +162,7 @@ class App:
         for problem in give_back_all(self._context, self._outstanding, longest_s=ORPHAN_DEADLINE_S):
             log.error("left by an earlier run: %s", problem)
         self._orphans_tried_s = self._clock.mono_s()
+        self._follow_maintenance()  # before anything opens a GPU
         self._watchlist.apply(self._settings)
         self._agents.apply(self._settings)
         next_tick_s = self._clock.mono_s()
@@ -172,9 +182,11 @@ class App:
     def close(self) -> None:
         """Stop sources and actions; what hangs is left behind, so that the process can end."""
         self._notifier.send("STOPPING=1")
-        self._watchlist.close()
+        self._watchlist.stop()
         self._agents.close()
         self._dispatcher.close()
+        if not self._watchlist.wait(SOURCES_END_S):
+            log.warning("a GPU source did not end in time: its worker ends when its driver call returns")
 
     def _wait(self, next_tick_s: float) -> float:
         """Sleep until the next tick or a new sample, whichever is first, but never under the spacing."""
@@ -263,16 +275,17 @@ class App:
     # Now and then
 
     def _housekeep(self, now_s: float) -> None:
-        if self._lifecycle.reload_requested:
+        if self._lifecycle.reload_requested and not self._reload_lock.locked():
             self._lifecycle.reload_requested = False
-            self._reload_here()
+            threading.Thread(target=self._reload_by_signal, name="reload", daemon=True).start()
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._apply(pending.settings)
-            pending.applied.set()
+            self._take(pending)
+            pending.taken.set()
         if now_s - self._housekept_s >= HOUSEKEEPING_S:
             self._housekept_s = now_s
             self._follow_maintenance()
+            self._watchlist.retry()
             self._retry_orphans(now_s)
             self._count_datagrams()
 
@@ -291,29 +304,28 @@ class App:
             if entry.server not in in_use:
                 self._dispatcher.offer(restore_request(entry, ORPHAN_DEADLINE_S))
 
-    def _reload_here(self) -> None:
-        """SIGHUP: the same as `reload`, from inside the loop."""
+    def _reload_by_signal(self) -> None:
+        """SIGHUP: reading the file, or looking for servers where there is none, must not stop the loop."""
         self._notifier.reloading()
-        try:
-            self._apply(self._load())
-        except ReloadError as error:
-            self._reload_failed(error.findings)
+        self.reload()
         self._notifier.ready(self._status_line())
 
-    def _reload_failed(self, findings: list[str]) -> None:
-        for finding in findings:
+    def _take(self, pending: _Pending) -> None:
+        if pending.settings is not None:
+            self._apply(pending.settings, pending.patterns)
+            return
+        for finding in pending.findings:
             log.error("configuration not loaded: %s", finding)
-        self._shell = replace(
-            self._shell, config_last_reload_successful=False, config_error="; ".join(findings)[:1000]
-        )
+        error = "; ".join(pending.findings)[:1000]
+        self._shell = replace(self._shell, config_last_reload_successful=False, config_error=error)
 
-    def _apply(self, settings: Settings) -> None:
+    def _apply(self, settings: Settings, patterns: Mapping[str, tuple[str, ...]]) -> None:
         if settings.web != self._settings.web:
             log.warning("web settings change with the next restart only")
         self._settings = settings
         self._watchlist.apply(settings)
         self._agents.apply(settings)
-        self._state = core.reconfigure(self._state, settings, patterns=process_patterns(settings))
+        self._state = core.reconfigure(self._state, settings, patterns=patterns)
         self._shell = replace(
             self._shell,
             config_last_reload_successful=True,
@@ -327,10 +339,7 @@ class App:
         state = maintenance.read(self._paths.maintenance)
         until = None if state is None else state.until_wall_s
         if (until is None) != (self._shell.maintenance_until_wall_s is None):
-            source = self._watchlist.gpu_source()
-            switch = getattr(source, "resume" if until is None else "pause", None)
-            if switch is not None:
-                switch()
+            self._watchlist.release_gpus(until is not None)
         if until != self._shell.maintenance_until_wall_s:
             self._shell = replace(self._shell, maintenance_until_wall_s=until)
 

@@ -21,12 +21,12 @@ class Notifier:
         if not self._address:
             return
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
-            try:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
                 channel.setblocking(False)
                 channel.sendto("\n".join(lines).encode(), address)
-            except OSError:
-                return
+        except OSError:  # no descriptor left, or nobody listens
+            return
 
     def ready(self, status: str) -> None:
         """Start-up (or a reload) is complete."""

@@ -48,11 +48,26 @@ def _first(variable: str) -> str | None:
 def find() -> Paths:
     """systemd's directories if set, else /run and /var/lib as root, else the XDG directories."""
     root = os.geteuid() == 0
-    runtime_base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvwatch-{os.geteuid()}"  # noqa: S108
-    state_base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    runtime = _first("RUNTIME_DIRECTORY") or ("/run/kvwatch" if root else f"{runtime_base}/kvwatch")
-    state = _first("STATE_DIRECTORY") or ("/var/lib/kvwatch" if root else f"{state_base}/kvwatch")
+    runtime = _first("RUNTIME_DIRECTORY") or ("/run/kvwatch" if root else f"{_runtime_base()}/kvwatch")
+    state = _first("STATE_DIRECTORY") or ("/var/lib/kvwatch" if root else f"{_state_base()}/kvwatch")
     return Paths(runtime=Path(runtime), state=Path(state))
+
+
+def _runtime_base() -> str:
+    return os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvwatch-{os.geteuid()}"  # noqa: S108
+
+
+def _state_base() -> str:
+    """Raises DirectoryError for a user that has no home (an arbitrary uid in a container)."""
+    base = os.environ.get("XDG_STATE_HOME")
+    if base:
+        return base
+    try:
+        return str(Path.home() / ".local" / "state")
+    except RuntimeError as error:
+        raise DirectoryError(
+            f"uid {os.geteuid()} has no home directory: set STATE_DIRECTORY to a folder it may write"
+        ) from error
 
 
 def prepare(paths: Paths) -> None:

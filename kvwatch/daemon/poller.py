@@ -30,17 +30,28 @@ class Poller:
         self._clock = clock
         self._start_delay_s = start_delay_s
         self._stop = threading.Event()
+        self._writing = threading.Lock()  # so that nothing reaches the board once `stop` has returned
         self._last_bug = ""
         self._thread = threading.Thread(target=self._run, name=f"poll-{source.name}", daemon=True)
         board.register(source.name, source.expected_period_s, source.deadline_s)
 
+    @property
+    def paces_itself(self) -> bool:
+        """Whether the source says when there is news: its polls wait, and only its `close` ends one."""
+        return self.source.period_s <= 0
+
     def start(self) -> None:
-        """Begin polling after the start delay."""
+        """Begin polling after the start delay; only close the source where it was stopped meanwhile."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the thread to end after the call that is under way; returns at once."""
-        self._stop.set()
+        """Ask the thread to end after the call that is under way; returns at once.
+
+        Whatever that call brings is thrown away: a new source may have the same name by then. The
+        thread closes a source with a period itself; one that paces itself is the caller's to close.
+        """
+        with self._writing:
+            self._stop.set()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread; False when it is still inside a call."""
@@ -48,13 +59,20 @@ class Poller:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        try:
+            self._poll_until_stopped()
+        finally:
+            if not self.paces_itself:
+                self.source.close()
+
+    def _poll_until_stopped(self) -> None:
         if self._stop.wait(self._start_delay_s):
             return
         due_s = self._clock.mono_s()
         while not self._stop.is_set():
             failed = self._once()
             now_s = self._clock.mono_s()
-            if self.source.period_s <= 0:
+            if self.paces_itself:
                 wait_s = FAILED_PAUSE_S if failed else 0.0
             else:
                 due_s = max(due_s + self.source.period_s, now_s)
@@ -65,7 +83,9 @@ class Poller:
     def _once(self) -> bool:
         """One poll onto the board; True when it failed."""
         started_s = self._clock.mono_s()
-        self._board.begin(self.source.name, started_s)
+        with self._writing:
+            if not self._stop.is_set():
+                self._board.begin(self.source.name, started_s)
         value, failure = None, None
         try:
             value = self.source.poll()
@@ -86,5 +106,7 @@ class Poller:
             failure=failure,
         )
         quiet = failure is None and bool(getattr(self.source, "quiet", False))
-        self._board.put(sample, quiet=quiet)
+        with self._writing:
+            if not self._stop.is_set():
+                self._board.put(sample, quiet=quiet)
         return failure is not None

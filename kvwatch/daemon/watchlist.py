@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvwatch.daemon.board import Board
+from kvwatch.daemon.chores import Chores
 from kvwatch.daemon.clock import RealClock
 from kvwatch.daemon.poller import Poller
-from kvwatch.model.sample import Failure, Sample
+from kvwatch.model.sample import Failure, FailureKind, Sample
 from kvwatch.model.settings import GpuSettings, GpuSourceKind, ServerSettings, Settings
 from kvwatch.sources.base import Source, SourceError
 
@@ -31,6 +32,9 @@ class Watchlist:
         self._clock = clock
         self._gpu_factory = gpu_factory
         self._running: dict[str, tuple[object, Poller]] = {}
+        self._chores = Chores()  # of GPU sources: ending a worker takes seconds where a driver hangs
+        self._released = False
+        self._unmade: dict[str, tuple[object, Callable[[], Source[Any] | None]]] = {}
         self._jitter = random.Random()  # noqa: S311 - spreads polls, guards nothing
 
     def apply(self, settings: Settings) -> None:
@@ -41,6 +45,9 @@ class Watchlist:
             wanted["gpus"] = ((gpus, tick_s), lambda: self._gpu_factory(gpus, tick_s))
         for server in settings.servers:
             wanted[f"server/{server.name}"] = (server, _server_factory(server))
+        for key in self._unmade:
+            self._board.forget(key)
+        self._unmade = {}
         for key, (identity, _) in list(self._running.items()):
             if key not in wanted or wanted[key][0] != identity:
                 self._stop(key)
@@ -48,15 +55,52 @@ class Watchlist:
             if key not in self._running:
                 self._start(key, identity, factory)
 
+    def retry(self) -> None:
+        """Try again to make what could not be made."""
+        put_off, self._unmade = self._unmade, {}
+        for key, (identity, factory) in put_off.items():
+            self._board.forget(key)
+            self._start(key, identity, factory)
+
+    def _put_off(
+        self, key: str, identity: object, factory: Callable[[], Source[Any] | None], why: str
+    ) -> None:
+        """Show the reason where the source would be."""
+        self._unmade[key] = (identity, factory)
+        self._board.register(key, 1.0, 1.0)
+        failure = Failure(kind=FailureKind.CRASHED, message=why)
+        sample: Sample[Any] = Sample(
+            source=key, observed_s=self._clock.mono_s(), wall_s=self._clock.wall_s(), failure=failure
+        )
+        self._board.put(sample)
+
+    def release_gpus(self, released: bool) -> None:
+        """Let go of the GPUs for maintenance, or take them back; returns at once."""
+        self._released = released
+        entry = self._running.get("gpus")
+        switch = None if entry is None else _switch(entry[1].source, released)
+        if switch is not None:
+            self._chores.add(switch)
+
     def _start(self, key: str, identity: object, factory: Callable[[], Source[Any] | None]) -> None:
-        source = factory()
+        try:
+            source = factory()
+        except (OSError, ImportError) as error:  # no descriptor left, for one
+            self._put_off(key, identity, factory, f"this source cannot be made now: {error}")
+            return
         if source is None:
             return
         delay_s = self._jitter.uniform(0.0, min(max(source.period_s, 0.0), 1.0))
         poller = Poller(source, self._board, self._clock, start_delay_s=delay_s)
         self._running[key] = (identity, poller)
         self._seed(source)
-        poller.start()
+        if key != "gpus":
+            poller.start()
+            return
+        pause = _switch(source, released=True) if self._released else None
+        if pause is not None:
+            self._chores.add(pause)
+        self._chores.add(poller.start)  # not before the source in its place has ended its worker
 
     def _seed(self, source: Source[Any]) -> None:
         """GPUs of the inventory are shown as gone until they answer, also where no driver ever does."""
@@ -69,54 +113,72 @@ class Watchlist:
     def _stop(self, key: str) -> None:
         _, poller = self._running.pop(key)
         poller.stop()
-        poller.source.close()
         self._board.forget(poller.source.name)
-
-    def gpu_source(self) -> Source[Any] | None:
-        """The running GPU source, if there is one."""
-        entry = self._running.get("gpus")
-        return None if entry is None else entry[1].source
+        if poller.paces_itself:
+            self._chores.add(poller.source.close)
 
     def names(self) -> list[str]:
         """Names of the sources that run."""
         return [poller.source.name for _, poller in self._running.values()]
 
-    def close(self) -> None:
-        """Stop everything; a source inside a call that hangs is left behind."""
-        for _, poller in self._running.values():
-            poller.stop()
+    def stop(self) -> None:
+        """Ask every source to end; returns at once."""
         for key in list(self._running):
             self._stop(key)
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the ends that take time; one inside a call that hangs is left behind (False)."""
+        return self._chores.wait(timeout_s)
 
-class _Failing:
-    """Stands in for a source that cannot be made, so that the reason is seen where the source would be."""
 
-    def __init__(self, name: str, period_s: float, failure: Failure) -> None:
+def _switch(source: Source[Any], released: bool) -> Callable[[], object] | None:
+    switch: Callable[[], object] | None = getattr(source, "pause" if released else "resume", None)
+    return switch
+
+
+class _Later:
+    """Stands in for a source that cannot be made yet: says why where the source would be, and tries again.
+
+    `make` raises SourceError, or OSError and ImportError where there is no descriptor left to read files.
+    """
+
+    def __init__(self, name: str, period_s: float, make: Callable[[], Source[Any]]) -> None:
         self.name = name
         self.period_s = period_s
         self.expected_period_s = period_s
         self.deadline_s = period_s
-        self._failure = failure
+        self._make = make
+        self._source: Source[Any] | None = None
 
-    def poll(self) -> None:
-        """Fail with the reason."""
-        raise SourceError(self._failure.kind, self._failure.message)
+    def poll(self) -> object:
+        """A reading of the source, made first where there is none."""
+        if self._source is None:
+            try:
+                self._source = self._make()
+            except (OSError, ImportError) as error:
+                raise SourceError(FailureKind.CRASHED, f"this source cannot be made now: {error}") from error
+            self.deadline_s = self._source.deadline_s
+        return self._source.poll()
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Release the source, if there is one."""
+        if self._source is not None:
+            self._source.close()
 
 
 def _server_factory(settings: ServerSettings) -> Callable[[], Source[Any]]:
     def make() -> Source[Any]:
         from kvwatch.sources.servers import registry
 
-        try:
-            return registry.create(settings)
-        except SourceError as error:
-            return _Failing(f"server/{settings.name}", settings.period_s, error.failure)
+        return registry.create(settings)
 
-    return make
+    def now_or_later() -> Source[Any]:
+        try:
+            return make()
+        except (SourceError, OSError, ImportError):
+            return _Later(f"server/{settings.name}", settings.period_s, make)
+
+    return now_or_later
 
 
 def gpu_factory(runtime_dir: Path, state_dir: Path) -> GpuFactory:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import select
 import threading
 from collections import deque
 from collections.abc import Iterable
 
+from kvwatch.exporters.lines import LineWriter
 from kvwatch.exporters.state import Json, dumps, plain
 from kvwatch.model.level import Level
 from kvwatch.model.report import Event
@@ -66,57 +65,13 @@ class EventLog:
             return [event for event in self._events if event.wall_s >= wall_s]
 
 
-class JournalWriter:
-    """Writes events to a file descriptor from a thread of its own; `offer` never waits.
-
-    When the reader of the descriptor is slower than the events, the newest are dropped and
-    counted in `dropped_total`. The descriptor stays the caller's.
-    """
+class JournalWriter(LineWriter[Event]):
+    """Events as lines of JSON; with `prefix` each begins with its syslog priority."""
 
     def __init__(self, fd: int, *, prefix: bool = False, capacity: int = 1000) -> None:
-        self._fd = fd
         self._prefix = prefix
-        self._capacity = capacity
-        self._waiting: deque[Event] = deque()
-        self._news = threading.Condition()  # guards the fields above it and below
-        self._closing = False
-        self.dropped_total = 0
-        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
-        self._thread.start()
+        super().__init__(fd, name="journal", capacity=capacity)
 
-    def offer(self, events: Iterable[Event]) -> None:
-        """Queue these for writing, or drop and count them."""
-        with self._news:
-            for event in events:
-                if len(self._waiting) >= self._capacity or self._closing:
-                    self.dropped_total += 1
-                else:
-                    self._waiting.append(event)
-            self._news.notify()
-
-    def close(self, timeout_s: float = 0.5) -> None:
-        """Write what is queued, for at most this long."""
-        with self._news:
-            self._closing = True
-            self._news.notify()
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        while True:
-            with self._news:
-                self._news.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting:
-                    return
-                event = self._waiting.popleft()
-            self._write(journal_line(event, prefix=self._prefix))
-
-    def _write(self, line: bytes) -> None:
-        while line:
-            try:
-                line = line[os.write(self._fd, line) :]
-            except BlockingIOError:  # a pipe that is full for now; whole lines or none
-                select.select([], [self._fd], [], 1.0)
-            except OSError:  # nobody reads any more
-                with self._news:
-                    self.dropped_total += 1
-                return
+    def line(self, item: Event) -> bytes:
+        """The event's line."""
+        return journal_line(item, prefix=self._prefix)

@@ -23,23 +23,23 @@ PROCESS_SERIES: tuple[tuple[str, str, str], ...] = (
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_boot_wall_s: list[float] = []  # filled on first use: /proc/stat is long on large hosts
+_started_wall_s: list[float] = []  # filled on first use: it never changes, and /proc/stat is long
 
 
 def readings() -> Iterator[tuple[str, float]]:
     """(name, value) of what /proc tells; nothing where it is not mounted."""
     yield "process_cpu_seconds_total", _cpu_seconds()
-    fields = _stat_fields()
-    if len(fields) > 21:
-        yield "process_resident_memory_bytes", float(fields[21]) * _PAGE_BYTES
-        yield "process_virtual_memory_bytes", float(fields[20])
+    pages = _memory_pages()
+    if pages is not None:
+        yield "process_resident_memory_bytes", pages[1] * _PAGE_BYTES
+        yield "process_virtual_memory_bytes", pages[0] * _PAGE_BYTES
     open_fds = _open_fds()
     if open_fds is not None:
         yield "process_open_fds", open_fds
     yield "process_max_fds", resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    boot = _boot_time()
-    if len(fields) > 21 and boot is not None:
-        yield "process_start_time_seconds", boot + float(fields[19]) / _TICKS_PER_S
+    started = _started()
+    if started is not None:
+        yield "process_start_time_seconds", started
 
 
 def _cpu_seconds() -> float:
@@ -47,27 +47,37 @@ def _cpu_seconds() -> float:
     return times.user + times.system
 
 
-def _stat_fields() -> list[str]:
-    """Fields of /proc/self/stat from the third on (the second may hold blanks)."""
+def _memory_pages() -> tuple[int, int] | None:
+    """(virtual, resident) pages; /proc/self/statm is the cheapest file that has them."""
     try:
-        text = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+        descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return []
-    return text.rpartition(")")[2].split()
+        return None
+    try:
+        virtual, resident = os.read(descriptor, 256).split()[:2]
+    finally:
+        os.close(descriptor)
+    return int(virtual), int(resident)
 
 
 def _open_fds() -> int | None:
+    """Linux 6.2 and newer tell the number as the directory's size; before that the names are counted."""
     try:
-        return len(os.listdir("/proc/self/fd")) - 1  # noqa: PTH208 names only; less the listing's own
+        told = os.stat("/proc/self/fd").st_size  # noqa: PTH116 one call, many times
+        return told or len(os.listdir("/proc/self/fd")) - 1  # noqa: PTH208 less the listing's own
     except OSError:
         return None
 
 
-def _boot_time() -> float | None:
-    if not _boot_wall_s:
+def _started() -> float | None:
+    """Boot time and the ticks after it at which this process started (fields of proc(5))."""
+    if not _started_wall_s:
         try:
+            own = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
             lines = Path("/proc/stat").read_text(encoding="ascii", errors="replace").splitlines()
         except OSError:
             return None
-        _boot_wall_s.extend(float(line.split()[1]) for line in lines if line.startswith("btime "))
-    return _boot_wall_s[0] if _boot_wall_s else None
+        ticks = float(own.rpartition(")")[2].split()[19])
+        boots = [float(line.split()[1]) for line in lines if line.startswith("btime ")]
+        _started_wall_s.extend(boot + ticks / _TICKS_PER_S for boot in boots)
+    return _started_wall_s[0] if _started_wall_s else None

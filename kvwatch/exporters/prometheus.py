@@ -72,14 +72,35 @@ def escape_label(value: str) -> str:
 class Series:
     """One series of one page format: its label text, and the last line written for it."""
 
-    __slots__ = ("line", "prefix", "round", "value", "values")
+    __slots__ = ("line", "prefix", "round", "value")
 
-    def __init__(self, prefix: str, values: tuple[str, ...]) -> None:
+    def __init__(self, prefix: str) -> None:
         self.prefix = prefix
-        self.values = values
         self.value: float = nan
         self.line = ""
         self.round = 0
+
+
+class LastPage:
+    """What a metric's part of the last page was made of, in its order; `lines` begins with the head.
+
+    Lists side by side, so that comparing a new page touches little memory.
+    """
+
+    __slots__ = ("labels", "lines", "numbers", "series")
+
+    def __init__(self, head: str) -> None:
+        self.labels: list[tuple[str, ...]] = []
+        self.numbers: list[float] = []
+        self.lines = [head]
+        self.series: list[Series] = []
+
+    def add(self, labels: tuple[str, ...], series: Series) -> None:
+        """One more line."""
+        self.labels.append(labels)
+        self.numbers.append(series.value)
+        self.lines.append(series.line)
+        self.series.append(series)
 
 
 class Family:
@@ -88,7 +109,7 @@ class Family:
     Not for two threads at once (`Page` sees to that).
     """
 
-    __slots__ = ("_heads", "_last", "_order", "_round", "_series", "labels", "name")
+    __slots__ = ("_heads", "_last", "_pages", "_round", "_series", "labels", "name")
 
     def __init__(self, name: str, kind: MetricKind, text: str, labels: tuple[str, ...], unit: str) -> None:
         self.name = name
@@ -96,7 +117,6 @@ class Family:
         self._round = 0
         self._last: dict[bool, tuple[list[Row] | None, str]] = {}
         self._series: dict[bool, dict[tuple[str, ...], Series]] = {False: {}, True: {}}
-        self._order: dict[bool, list[Series]] = {False: [], True: []}
         text_head = f"# HELP {name} {text}\n# TYPE {name} {_TEXT_TYPES.get(kind, kind.value)}\n"
         suffix = {MetricKind.COUNTER: "_total", MetricKind.INFO: "_info"}.get(kind, "")
         family = name.removesuffix(suffix)
@@ -104,6 +124,7 @@ class Family:
         kind_text = _OPENMETRICS_TYPES.get(kind, kind.value)
         openmetrics_head = f"# HELP {family} {text}\n# TYPE {family} {kind_text}\n{unit_line}"
         self._heads = {False: text_head, True: openmetrics_head}
+        self._pages = {openmetrics: LastPage(head) for openmetrics, head in self._heads.items()}
 
     @classmethod
     def of(cls, spec: MetricSpec) -> Family:
@@ -131,27 +152,27 @@ class Family:
 
     def _same_series(self, rows: list[Row], *, openmetrics: bool) -> str | None:
         """The text where the series are those of the last page in their order (the rule); else None."""
-        order = self._order[openmetrics]
-        if len(rows) != len(order):
+        page = self._pages[openmetrics]
+        labels, numbers, lines = page.labels, page.numbers, page.lines
+        if len(rows) != len(labels):
             return None
         number = openmetrics_float if openmetrics else go_float
-        for (values, value), series in zip(rows, order, strict=True):
-            if values != series.values:
+        for place, (values, value) in enumerate(rows):
+            if values != labels[place]:
                 return None
-            if value != series.value:
+            if value != numbers[place]:
                 if value != value:
                     return None
-                series.value = value
-                series.line = f"{series.prefix}{number(value)}\n"
-        if not order:
-            return ""
-        return self._heads[openmetrics] + "".join([series.line for series in order])
+                series = page.series[place]
+                numbers[place] = series.value = value
+                lines[place + 1] = series.line = f"{series.prefix}{number(value)}\n"
+        return "".join(lines) if rows else ""
 
     def _text(self, rows: list[Row], *, openmetrics: bool) -> str:
         number = openmetrics_float if openmetrics else go_float
         known = self._series[openmetrics]
         self._round = now = self._round + 1
-        order: list[Series] = []
+        page = LastPage(self._heads[openmetrics])
         for values, value in rows:
             series = known.get(values) or self._remember(known, values)
             if series.round == now or value != value:
@@ -160,9 +181,9 @@ class Family:
                 series.value = value
                 series.line = f"{series.prefix}{number(value)}\n"
             series.round = now
-            order.append(series)
-        self._order[openmetrics] = order
-        return self._heads[openmetrics] + "".join([series.line for series in order]) if order else ""
+            page.add(values, series)
+        self._pages[openmetrics] = page
+        return "".join(page.lines) if page.labels else ""
 
     def _remember(self, known: dict[tuple[str, ...], Series], values: tuple[str, ...]) -> Series:
         if len(known) >= MAX_CACHED_SERIES:
@@ -172,7 +193,7 @@ class Family:
         if series is None:
             pairs = zip(self.labels, texts, strict=True)
             labels = ",".join([f'{label}="{escape_label(text)}"' for label, text in pairs])
-            series = Series(f"{self.name}{{{labels}}} " if labels else f"{self.name} ", values)
+            series = Series(f"{self.name}{{{labels}}} " if labels else f"{self.name} ")
         known[texts] = known[values] = series
         return series
 

@@ -97,10 +97,16 @@ _ALLOCATOR_FIELDS = (
 
 
 def dumps(value: object) -> bytes:
-    """Compact JSON in UTF-8; what no encoding can carry becomes "?"."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
-        "utf-8", "replace"
-    )
+    """Compact JSON in UTF-8; what no encoding can carry becomes "?", what is no number null."""
+    try:
+        text = _encode(value)
+    except ValueError:  # somebody's counter is infinite: the page must still be JSON
+        text = _encode(plain(value))
+    return text.encode("utf-8", "replace")
+
+
+def _encode(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def plain(value: object) -> object:

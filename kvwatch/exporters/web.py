@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kvwatch.exporters.provider import Provider
 from kvwatch.exporters.web_auth import Access, Authenticator
-from kvwatch.exporters.web_config import WebConfig
+from kvwatch.exporters.web_config import BadCertificateError, TlsServerConfig, WebConfig
 from kvwatch.exporters.web_conn import READ, Conn, Phase
 from kvwatch.exporters.web_http import HttpError, Request, Response, wire
 from kvwatch.exporters.web_limits import Limits, connection_cap, listen
@@ -75,10 +75,10 @@ class WebServer:
         self._listener: socket.socket | None = None
 
     def start(self) -> None:
-        """Listen and serve. OSError when the port is taken or certificate and key are bad."""
+        """Listen and serve. OSError when the port is taken, BadCertificateError (one as well) for bad TLS."""
         self._refresh()
         if self._config.tls is not None:
-            self._contexts().get(self._config.tls)
+            self._try_certificate(self._config.tls)
         self._listener = listen(*self._address)
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -192,6 +192,8 @@ class WebServer:
             conn.deadline_s = conn.progress_s + self._limits.request_s
             self._count += 1
             self._wait(conn)
+            if not conn.tls:
+                self._ready(conn)  # a client mostly sends at once: one turn of the selector saved
 
     def _evict(self) -> bool:
         """Close the connection that has got nowhere for longest; False when all are being answered."""
@@ -423,6 +425,13 @@ class WebServer:
             conn.deadline_s = now_s + self._limits.linger_s
 
     # --- what the configuration says
+
+    def _try_certificate(self, tls: TlsServerConfig) -> None:
+        try:
+            self._contexts().get(tls)
+        except OSError as error:
+            files = ", ".join(filter(None, (tls.cert_file, tls.key_file, tls.client_ca_file)))
+            raise BadCertificateError(f"{files or 'the inline PEM'} cannot be used: {error}") from error
 
     def _refresh(self) -> WebConfig:
         if self._web_config is not None:

@@ -46,6 +46,10 @@ _TLS_TEXTS = (
 _TLS_UNSUPPORTED = ("cipher_suites", "curve_preferences")
 
 
+class BadCertificateError(OSError):
+    """Certificate, key or authority cannot be used; the text names the files."""
+
+
 class Finding(NamedTuple):
     """One thing that is wrong: where (dotted path) and what to do."""
 

@@ -158,6 +158,7 @@ class AllocatorState:
     fragmentation_total_ratio: float | None = None
     num_alloc_retries: int | None = None
     num_ooms: int | None = None
+    weights_bytes: int | None = None  # of the model on this GPU, where the engine tells its agent
     compactions_total: int | None = None  # times the agent had the cache returned
     compact_seconds_total: float | None = None  # what that cost the server
     snapshot_age_s: float | None = None  # of the block-level figures

@@ -65,8 +65,17 @@ def device_exhaustion(inputs: Inputs) -> Iterator[Reading]:
         if view.state.is_mig_parent:
             continue
         value = _exhaustion_s(view.signals)
-        absent = _device_absent(view) or _stepped(view.signals, inputs.clock.mono_s) or _none(value)
+        absent = (
+            _device_absent(view) or _stepped(view.signals, inputs.clock.mono_s) or _no_forecast(view, value)
+        )
         yield Reading(scope=view.scope, value=value, absent=absent, period_s=view.period_s)
+
+
+def _no_forecast(view: GpuView, value: float | None) -> Reason | None:
+    """Where headroom is known, a forecast that is not there waits for more of it."""
+    if value is None and view.signals is not None and view.signals.headroom_bytes is not None:
+        return Reason.TOO_FEW
+    return _none(value)
 
 
 def dead_process_memory(inputs: Inputs) -> Iterator[Reading]:

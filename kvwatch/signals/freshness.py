@@ -19,7 +19,7 @@ LEAST_S = 3.0
 
 
 def gpu_fresh(sample: Sample[HostGpus] | None, clock: TickClock, status: SourceStatus | None = None) -> bool:
-    """Whether a GPU sample is current: it has a value, is at most 2.5 periods (2.5 s) old, its source not stuck."""
+    """Whether a GPU sample is current: at most 2.5 of its periods old, from a source that is not stuck."""
     if sample is None or sample.value is None or (status is not None and status.stuck):
         return False
     period_s = 1.0 if status is None else status.period_s

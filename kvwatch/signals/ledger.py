@@ -147,11 +147,22 @@ def share_of(state: ServerState, gpus: int, uuid: str, agents: Sequence[AgentSta
         engines = [engine for engine in engines if engine.engine in here]
     if not engines:
         return Share()
+    on_this_gpu = [agent for agent in agents if agent.gpu_uuid == uuid]
     return Share(
-        weights=_total([engine.kv.weights_bytes for engine in engines]),
+        weights=_total([_weights(engine, on_this_gpu) for engine in engines]),
         pool=_total([engine.kv.pool_bytes for engine in engines]),
         pool_used=_total([_pool_used(engine, state) for engine in engines]),
     )
+
+
+def _weights(engine: EngineState, here: Sequence[AgentState]) -> int | None:
+    """As the page tells, else as the engine's agents on this GPU do."""
+    if engine.kv.weights_bytes is not None:
+        return engine.kv.weights_bytes
+    told = [
+        agent.allocator.weights_bytes for agent in here if agent.engine == engine.engine and agent.allocator
+    ]
+    return _total(told) if told else None
 
 
 def _total(amounts: Sequence[int | None]) -> int | None:

@@ -58,7 +58,7 @@ def test_only_red_of_a_paging_rule_pages() -> None:
         assert [a.level for a in pages] == ([Level.RED] if spec.pages else []), spec.rule
 
 
-def test_case_L2_a_full_pool_tells_nobody() -> None:  # noqa: N802
+def test_case_L2_a_full_pool_tells_nobody() -> None:
     """KV usage alone neither pages nor opens a ticket: a full pool is the normal state of a busy server."""
     assert not [a for a in ALERTS if "kv_usage" in a.expr.text]
 
@@ -100,7 +100,7 @@ def test_texts_help(spec: object) -> None:
     assert mistakes(" ".join(texts.values())) == []
 
 
-def test_case_H16_memory_alerts_say_which_memory() -> None:  # noqa: N802
+def test_case_H16_memory_alerts_say_which_memory() -> None:
     """The alert on the KV pool and the one on device memory cannot be mistaken for each other."""
     texts = {a.name: a.description for a in ALERTS}
 

@@ -145,7 +145,7 @@ def test_every_engine_of_the_contract_is_accepted(kind: str) -> None:
 def test_the_lists_of_other_rooms_are_the_same() -> None:
     """What may be mapped, and which kinds there are, is what the adapters say."""
     assert set(config.MAPPABLE) == set(mapped.FIELDS)
-    assert set(config.KINDS) == set(registry.CONTRACT_KINDS)
+    assert set(config.KINDS) == set(registry.known_kinds())
     assert set(ACTIONS) <= set(actions.kinds())
 
 

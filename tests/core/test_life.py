@@ -168,7 +168,7 @@ def test_two_risks_in_one_host() -> None:
     assert host.level(RuleId.KV_USAGE) is host.level(RuleId.RECOMPUTE_TAX) is Level.GREEN
 
 
-def test_case_e1_a_lost_gpu_stays_and_says_so() -> None:
+def test_case_E1_a_lost_gpu_stays_and_says_so() -> None:
     """E1: a GPU that falls off the bus stays in the report with `up` False and its reason, and pages."""
     host = Host()
     host.run(10)
@@ -195,7 +195,7 @@ def test_maintenance_of_the_gpus_pages_nobody() -> None:
     assert host.level(RuleId.RECOMPUTE_TAX) is Level.GREEN
 
 
-def test_case_i3_a_leak_of_hours_is_told_before_it_kills() -> None:
+def test_case_I3_a_leak_of_hours_is_told_before_it_kills() -> None:
     """I3: free memory that drifts from 1.5 GiB at 4 MiB a minute is yellow and red long before it is gone."""
     host = Host(used_bytes=TOTAL - 1517 * MIB)
     first: dict[tuple[RuleId, Level], float] = {}

@@ -315,3 +315,19 @@ def test_closing_without_having_acted_is_immediate_and_repeatable(tmp_path: Path
     shop.dispatcher.close()
 
     assert time.monotonic() - started_s < 1
+
+
+def test_a_restore_beside_a_program_that_is_still_at_the_lever_is_not_crossed_off(
+    shop: Shop, tmp_path: Path
+) -> None:
+    """What that program does may come after the restore, so it will be repeated."""
+    params = lever_hook(tmp_path)
+    shop.dispatcher.offer(limit_request(params=params))
+    shop.take(1)
+    entry = shop.outstanding.entries()[0]
+    with Outstanding(shop.state / "outstanding.json").lever(entry, 1.0):
+        shop.dispatcher.offer(restore_request(params=params, deadline_s=0.2))
+        shop.take(2)
+
+    assert not shop.lever.exists()
+    assert shop.noted() == ["chat"]

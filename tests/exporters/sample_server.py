@@ -13,6 +13,7 @@ from kvwatch.model.server import (
     Activity,
     AgentState,
     AllocatorState,
+    ArenaState,
     Basis,
     EngineState,
     Evictable,
@@ -199,6 +200,22 @@ def agents() -> tuple[AgentState, ...]:
         fragmentation_total_ratio=0.18,
         num_alloc_retries=4,
         num_ooms=0,
+        private_bytes=2 * GIB,
+        compactions_total=1,
+        compact_seconds_total=0.31,
+        snapshot_age_s=4.0,
+        arenas=(
+            ArenaState(
+                name="large/0",
+                reserved_bytes=100 * GIB,
+                allocated_bytes=88 * GIB,
+                active_bytes=89 * GIB,
+                requested_bytes=87 * GIB,
+                largest_free_bytes=900 * MIB,
+                free_bytes=11 * GIB,
+                releasable_bytes=GIB,
+            ),
+        ),
     )
     return (
         AgentState(server="chat", engine="0", rank=0, pid=4242, seq=17, gpu_uuid=uuid(0), allocator=full),

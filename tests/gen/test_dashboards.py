@@ -56,7 +56,7 @@ def test_every_name_exists(board: dict[str, Any]) -> None:
     assert {text: wrong for text, wrong in found.items() if wrong} == {}
 
 
-def test_case_D7_a_renamed_metric_would_be_noticed() -> None:  # noqa: N802
+def test_case_D7_a_renamed_metric_would_be_noticed() -> None:
     """The check above can fail: a name or label that is not exported is reported."""
     assert mistakes("max(kvwatch_gpu_memory_usage)") == ["no metric kvwatch_gpu_memory_usage"]
     assert mistakes('kvwatch_gpu_up{server="a"}') == ["kvwatch_gpu_up has no label server"]

@@ -83,7 +83,7 @@ def test_capped_usage_says_why() -> None:
     assert verdict.detail == "no requests are waiting"
 
 
-def test_case_l2_usage_alone_is_no_alarm() -> None:
+def test_case_L2_usage_alone_is_no_alarm() -> None:
     """L2: a pool that is 70 % or 100 % full is a healthy busy server; nothing pages."""
     for usage in (0.75, 0.97, 1.0):
         verdicts = World(engine=engine(kv_usage_ratio=usage, waiting=50, running=60)).run(10).values()
@@ -92,7 +92,7 @@ def test_case_l2_usage_alone_is_no_alarm() -> None:
     assert world.run(10)[RuleId.KV_USAGE].level is G
 
 
-def test_case_h10_preemption_thrash_pages() -> None:
+def test_case_H10_preemption_thrash_pages() -> None:
     """H10: a full pool with requests waiting and a high tax is red, and it is the tax that pages."""
     thrash = engine(
         kv_usage_ratio=0.99, waiting=20, running=40, preemptions_per_s=2.0, recompute_tax_ratio=0.12
@@ -191,7 +191,7 @@ def test_device_headroom_threshold_that_is_configured_is_kept() -> None:
     assert World(rules=rules).run(10)[RuleId.DEVICE_HEADROOM].yellow == 8 * GIB
 
 
-def test_case_i1_headroom_is_judged_in_bytes_and_without_the_pool() -> None:
+def test_case_I1_headroom_is_judged_in_bytes_and_without_the_pool() -> None:
     """I1: 218 MiB free and shrinking is red although the KV pool is nearly empty."""
     world = World(
         engine=engine(kv_usage_ratio=0.05), device=device(headroom_bytes=218 * MIB, headroom_falling=True)
@@ -222,7 +222,7 @@ def test_device_exhaustion(central_s: float | None, step_s: float | None, level:
     assert world.run(1000)[RuleId.DEVICE_EXHAUSTION].level is level
 
 
-def test_case_i3_slow_drift_is_told_before_it_ends() -> None:
+def test_case_I3_slow_drift_is_told_before_it_ends() -> None:
     """I3: memory that drifts for hours is yellow half an hour before, red five minutes before the end."""
     seen = []
     for left_s in (7200.0, 1500.0, 200.0):
@@ -293,7 +293,7 @@ def test_largest_allocatable(largest: int | None, level: Level) -> None:
     assert world.run(10)[RuleId.LARGEST_ALLOCATABLE].level is level
 
 
-def test_case_l1_largest_block_is_never_judged_without_an_allocator_source() -> None:
+def test_case_L1_largest_block_is_never_judged_without_an_allocator_source() -> None:
     """L1: with device counters alone there is no such verdict, and a stale or single datagram makes none."""
     nearly_full = GpuMemory(total_bytes=80 * GIB, used_bytes=80 * GIB - 9, free_bytes=9)
     assert RuleId.LARGEST_ALLOCATABLE not in World(gpus=(gpu(nearly_full),)).run(10)
@@ -343,7 +343,7 @@ REFUSED = SourceStatus(
 )
 
 
-def test_case_h4_server_down_pages_after_two_minutes_whatever_its_exit_code() -> None:
+def test_case_H4_server_down_pages_after_two_minutes_whatever_its_exit_code() -> None:
     """H4: an endpoint that does not answer for two minutes is red, also when its process ended cleanly."""
     world = World()
     world.run(0)

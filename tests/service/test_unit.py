@@ -25,14 +25,22 @@ def test_exposure_stays_at_two_or_below() -> None:
     assert done.returncode == 0, done.stdout[-400:] + done.stderr
 
 
-def test_a_stuck_nvml_worker_is_never_killed_hard() -> None:
-    """Only TERM is sent to what is left after the daemon, and there is time for it (E9)."""
+def test_case_E9_a_stuck_nvml_worker_is_never_killed_hard() -> None:
+    """Only TERM is sent to what is left after the daemon, and there is time and memory for it."""
     text = UNIT.read_text()
 
     assert "KillMode=mixed" in text
     assert "FinalKillSignal=SIGTERM" in text
     assert int(re.findall(r"^TimeoutStopSec=(\d+)s$", text, re.M)[0]) >= 60
     assert int(re.findall(r"^MemoryMax=(\d+)M$", text, re.M)[0]) >= 256
+
+
+def test_case_E14_devices_are_allowed_by_class() -> None:
+    """A path would be resolved once, at a moment when the driver may not be there; a class never is."""
+    allowed = re.findall(r"^DeviceAllow=(\S+) ", UNIT.read_text(), re.M)
+
+    assert "char-nvidia-uvm" in allowed
+    assert all(device.startswith("char-") for device in allowed)
 
 
 def test_bad_configuration_is_not_retried() -> None:
@@ -69,6 +77,14 @@ def test_install_can_be_undone(tmp_path: Path) -> None:
     assert _tree(tmp_path) == {"etc/kvwatch/kvwatch.yml"}
     assert _install(tmp_path, "uninstall", "--purge").returncode == 0
     assert _tree(tmp_path) == set()
+
+
+def test_install_configures_no_server_that_may_not_be_there(tmp_path: Path) -> None:
+    """A fresh install brings an example and no configuration: kvwatch then watches what it finds."""
+    assert _install(tmp_path, "install").returncode == 0
+
+    assert "etc/kvwatch/kvwatch.yml.example" in _tree(tmp_path)
+    assert "etc/kvwatch/kvwatch.yml" not in _tree(tmp_path)
 
 
 def test_install_keeps_a_configuration_that_is_there(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_dead_pid_is_nobodys() -> None:
     ("gpus", "expected"),
     [(("0",), "chat"), (("1",), ""), ((GPU,), "chat"), (("gpu-1111",), "chat"), (("GPU-2222",), "")],
 )
-def test_gpus_restrict(gpus: tuple[str, ...], expected: str) -> None:
+def test_case_C8_gpus_restrict(gpus: tuple[str, ...], expected: str) -> None:
     """A server bound to GPUs (index, UUID or prefix) has no process elsewhere."""
     assert _owner(process(1, GIB), replace(CHAT, gpus=gpus)) == expected
 

@@ -253,6 +253,16 @@ def test_old_pass_is_not_shown_as_new() -> None:
     assert run.signals.gpus[0].headroom_bytes is not None
 
 
+def test_case_F3_pid_that_does_not_resolve_is_unknown_not_zero() -> None:
+    """A pid without a process here keeps what the driver says of it; where that is not told, it is no 0."""
+    ghost = process(1, 3 * GIB, "", name="", alive=None)
+    silent = process(2, None, "", name="", alive=None)
+    signals = _of({}, gpu(1000.0, 8 * GIB, [ghost, silent]))
+
+    assert [(one.pid, one.used_bytes) for one in signals.holders or ()] == [(1, 3 * GIB), (2, None)]
+    assert signals.dead_process_bytes in (0, None)
+
+
 def test_case_F6_managed_memory_is_unattributed() -> None:
     """58 GiB used, 5 GiB by processes (managed memory is in none of them): the rest is unattributed."""
     signals = _of({}, gpu(1000.0, 58 * GIB, [process(1, 5 * GIB, "uvm")]))

@@ -62,4 +62,6 @@ def test_any_process_table_is_survived(table: list[tuple[int, int, str]]) -> Non
     """Loops in the parent chain and odd command lines end."""
     rows = [process(pid, f"VLLM:: {text}", parent=parent) for pid, parent, text in table]
 
-    assert len(candidates(PATTERNS, rows)) <= 1 or all(one.kind == "vllm" for one in candidates(PATTERNS, rows))
+    assert len(candidates(PATTERNS, rows)) <= 1 or all(
+        one.kind == "vllm" for one in candidates(PATTERNS, rows)
+    )

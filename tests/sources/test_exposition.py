@@ -188,14 +188,14 @@ def test_a_wanted_line_that_cannot_be_read_is_refused(line: bytes) -> None:
     assert "a" in caught.value.failure.message
 
 
-def test_case_D1_not_supported_sentinels_are_absent() -> None:  # noqa: N802
+def test_case_D1_not_supported_sentinels_are_absent() -> None:
     """9.2e18 and its like mean "no value": they make a series absent, never a flat line in a graph."""
     page = b"a 9223372036854775807\nb 9.223372036854775794e+18\nc 9223372036854775792\nd 1\ne +Inf\n"
 
     assert {name for name, _ in ours(pick(page, set("abcde")))} == {"d", "e"}
 
 
-def test_case_D1_dcgm_has_smaller_sentinels_as_well() -> None:  # noqa: N802
+def test_case_D1_dcgm_has_smaller_sentinels_as_well() -> None:
     """DCGM's 32-bit and float blanks are absent on DCGM's pages; on others those are possible counts."""
     page = b"a 2147483632\nb 140737488355328\nc 2147483631\nd 140737488355344\n"
 
@@ -204,7 +204,7 @@ def test_case_D1_dcgm_has_smaller_sentinels_as_well() -> None:  # noqa: N802
 
 
 @pytest.mark.parametrize("text", [b"N/A", b"", b"455.32.00", b"1_000", b"[Not Supported]", b"0x10"])
-def test_case_D3_one_bad_value_costs_one_series(text: bytes) -> None:  # noqa: N802
+def test_case_D3_one_bad_value_costs_one_series(text: bytes) -> None:
     """A value that is no number makes its own series absent, says so, and the rest of the page is read."""
     families = pick(b"a " + text + b"\nb 2\n", {"a", "b"})
 

@@ -16,6 +16,12 @@ const UNIT = {
   alloc_retries: "per_min", largest_allocatable: "bytes", allocator_fragmentation: "ratio", kv_block_waste: "ratio",
   dead_process_memory: "bytes", server_stalled: "s", server_down: "s", source_stale: "s",
 };
+const REASON = {
+  below: "within its thresholds", crossed: "at or beyond the threshold", capped: "beyond it, but what else red needs does not hold",
+  holding: "recovered; waits out `hold`", pending: "beyond the threshold; waits out `for`", stale_held: "the input is old; the last level is kept for now",
+  stale: "the input is too old", not_reported: "nothing reports this value here", too_few: "too few samples or observations yet",
+  starting: "the server is starting", maintenance: "the GPU is in maintenance", disabled: "switched off in the configuration",
+};
 const EXPECTED = {
   stable: "not filling", saturated: "full now", unknown: "unknown",
 };
@@ -250,7 +256,7 @@ function engineBlock(server, engine, rules) {
     h("h4", {}, title, known(usage) ? ` · ${percent(usage)} ` : " · usage unknown ", loudChips(mine)),
     known(usage) ? bar([["kv_used", usage, label]], 1, [], label, true) : null,
     facts([
-      ["Running, waiting", known(engine.running) || known(engine.waiting) ? `${count(engine.running) ?? "?"}, ${count(engine.waiting) ?? "?"}${engine.waiting_rising ? " rising" : ""}` : null],
+      ["Running, waiting", known(engine.running) || known(engine.waiting) ? `${count(engine.running) ?? "?"}, ${count(engine.waiting) ?? "?"}${engine.waiting_rising && engine.waiting > 0 ? ", rising" : ""}` : null],
       ["Time lost to recompute", percent(engine.recompute_tax_ratio), "share of engine time, estimated over 60 s"],
       ["Tokens recomputed", percent(engine.recomputed_tokens_ratio)],
       ["Preemptions", known(engine.preemptions_per_s) ? `${engine.preemptions_per_s.toFixed(1)} /s` : null],
@@ -274,7 +280,7 @@ function serverCard(server, rules) {
     server.state === "down" ? h("p", { class: "why" }, [
       known(server.down_for_s) ? `Down for ${seconds(server.down_for_s)}.` : "Down.",
       server.memory_held_while_down_bytes ? ` Its processes still hold ${bytes(server.memory_held_while_down_bytes)}.` : ""]) : null,
-    s ? h("p", { class: "why" }, `Usage means ${BASIS[s.basis] || s.basis}; ${EVICTABLE[s.evictable] || s.evictable}.${s.note ? ` ${s.note}.` : ""}`) : null,
+    s ? h("p", { class: "why" }, `KV usage here means: ${s.note || `${BASIS[s.basis] || s.basis}; ${EVICTABLE[s.evictable] || s.evictable}`}.`) : null,
     server.engines.map((engine) => engineBlock(server, engine, rules)));
 }
 
@@ -292,7 +298,7 @@ function ruleTable(rules, now) {
     rules.map((r) => [
       chip(levelOf(r.level)), r.rule, where(r), inUnit(r.rule, r.value), inUnit(r.rule, r.yellow), inUnit(r.rule, r.red),
       known(r.since_wall_s) ? seconds(Math.max(0, now - r.since_wall_s)) : null,
-      [r.detail || r.reason.replace(/_/g, " "), r.pages ? "" : " (does not page)"].join(""),
+      [r.detail || REASON[r.reason] || r.reason.replace(/_/g, " "), r.pages ? "" : " (does not page)"].join(""),
     ]));
 }
 
@@ -368,7 +374,7 @@ function draw() {
   show("about", [`${s.version} · ${s.mode} · report of ${clock(s.wall_s)}`]
     .map((text) => document.createTextNode(text)));
   const sentence = s.headline.detail || { red: "A paging rule is red.", yellow: "A rule is yellow.", green: "No paging rule is raised.", unknown: "Not enough is known yet." }[level];
-  show("headline", h("p", { class: `headline ${level}` }, h("span", { class: "word" }, `${SIGN[level]} ${level}`), h("span", {}, sentence)));
+  show("headline", h("p", { class: `headline ${level}` }, h("span", { class: "word" }, `${SIGN[level]} ${level}`), h("span", {}, sentence.replace(`${level}: `, ""))));
   show("body",
     s.servers.length ? section("Servers", h("div", { class: "cards" }, s.servers.map((server) => serverCard(server, s.rules)))) : null,
     section("GPUs", s.gpus.length ? h("div", { class: "cards" }, s.gpus.map((gpu) => gpuCard(gpu, s.rules))) : h("p", { class: "why" }, "No GPU is visible here; the sources below say why.")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ log = logging.getLogger(__name__)
 VERSION = 1
 MAX_BYTES = 1 << 20
 MAX_GPUS = 256
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,8 @@ class Inventory:
         self._path = path
         self._known: dict[str, KnownGpu] = {}
         self._pinned: dict[str, int] = {}
-        self._complained = False
+        self._complained: set[str] = set()
+        self._unsaved = False
         self._load()
 
     def known(self) -> tuple[KnownGpu, ...]:
@@ -59,7 +62,7 @@ class Inventory:
 
     def note(self, gpus: Iterable[KnownGpu]) -> None:
         """Remember these; the file is written only when something is new."""
-        changed = False
+        changed = self._unsaved
         for gpu in gpus:
             if self._known.get(gpu.uuid) != gpu and (gpu.uuid in self._known or len(self._known) < MAX_GPUS):
                 self._known[gpu.uuid] = gpu
@@ -71,13 +74,13 @@ class Inventory:
         try:
             with self._path.open("rb") as file:
                 page = json.loads(file.read(MAX_BYTES))
-            for uuid, gpu in page["gpus"].items():
+            for uuid, gpu in list(page["gpus"].items())[:MAX_GPUS]:
                 self._known[str(uuid)] = KnownGpu(
                     uuid=str(uuid), index=int(gpu["index"]), name=str(gpu["name"])
                 )
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (OSError, *_UNREADABLE) as error:
             self._known = {}
             self._complain("GPU inventory unreadable, starting a new one", error)
 
@@ -88,10 +91,14 @@ class Inventory:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             scratch.write_text(json.dumps({"v": VERSION, "gpus": gpus}, indent=1) + "\n")
             scratch.replace(self._path)
+            self._unsaved = False
         except OSError as error:
+            self._unsaved = True
+            with contextlib.suppress(OSError):
+                scratch.unlink(missing_ok=True)
             self._complain("GPU inventory not written: absent GPUs will be forgotten at a restart", error)
 
     def _complain(self, message: str, error: Exception) -> None:
-        if not self._complained:
-            self._complained = True
+        if message not in self._complained:
+            self._complained.add(message)
             log.warning(message, extra={"path": str(self._path), "error": str(error)})

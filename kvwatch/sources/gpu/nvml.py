@@ -85,13 +85,14 @@ class NvmlSource:
         self._backoff_s = BACKOFF_FIRST_S
         self._fast_crashes = 0
         self._memory_only_since_s: float | None = None
+        self._greeted = ""
 
     # -- the source protocol -------------------------------------------------------------------
 
     def poll(self) -> HostGpus:
         """Wait for the worker's next message, at most 15 s at its start and 2 s later."""
-        if not self._resumed.is_set() and not self._resumed.wait(FAILED_POLL_S):
-            raise self._paused()
+        if not self._resumed.is_set():
+            self._resumed.wait(FAILED_POLL_S)
         with self._lock:
             if not self._resumed.is_set():
                 raise self._paused()
@@ -152,6 +153,12 @@ class NvmlSource:
             os.write(self._wake_write, b"x")
 
     def _paused(self) -> SourceError:
+        """PAUSED, or STUCK while a worker inside a driver call keeps NVML from being released."""
+        worker = self._worker
+        if worker is not None and worker.abandoned:
+            if not worker.ended():
+                return self._stuck(worker)
+            self._worker = None
         return SourceError(
             FailureKind.PAUSED, "NVML is released for maintenance: `kvwatch maintenance off` ends it"
         )
@@ -286,8 +293,10 @@ class NvmlSource:
         return news
 
     def _greet(self, hello: dict[str, Any]) -> None:
-        """Log once which bindings are used: another package has shadowed them before."""
-        log.info("NVML worker started", extra=hello)
+        """Log which bindings are used (another package has shadowed them before); a retry says it once."""
+        again = self._failure is not None and self._greeted == hello["bindings_path"]
+        self._greeted = hello["bindings_path"]
+        log.log(logging.DEBUG if again else logging.INFO, "NVML worker started", extra=hello)
         if not hello["memory_v2"]:
             message = (
                 "NVML bindings without memory info v2 count reserved memory as used: install nvidia-ml-py"

@@ -34,7 +34,12 @@ class WorkerProcess:
         arguments: tuple[str, ...] = (),
     ) -> None:
         stdin_read, self._stdin = os.pipe()
-        self._stdout, stdout_write = os.pipe()
+        try:
+            self._stdout, stdout_write = os.pipe()
+        except OSError:
+            os.close(stdin_read)
+            os.close(self._stdin)
+            raise
         mode = "memory" if memory_only else "all"
         common = (str(lock or ""), str(tick_s), str(os.getpid()), mode)
         argv = [sys.executable, "-P", "-m", module, *common, *arguments]
@@ -63,7 +68,7 @@ class WorkerProcess:
 
     def read_lines(self) -> list[bytes] | None:
         """Every whole line that is there; None at the end of the output. Call after `wait_for_output`."""
-        chunk = os.read(self._stdout, 1 << 20)
+        chunk = os.read(self._stdout, 1 << 16)
         if not chunk:
             return None
         *lines, self._buffer = (self._buffer + chunk).split(b"\n")

@@ -329,8 +329,9 @@ def take_lock(path: str) -> int | None:
         )
         say({"bye": "locked", "code": 0, "why": why})
         return None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
+    with contextlib.suppress(OSError):  # a full disk: the lock holds, it only cannot say who has it
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
     return descriptor
 
 

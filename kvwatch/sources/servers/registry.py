@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 
 import kvwatch.sources.servers as package
 from kvwatch.model.sample import FailureKind
@@ -31,13 +30,7 @@ CONTRACT_KINDS = (
     "auto",
     "mapped",
 )
-_NO_KINDS = frozenset({"base", "registry"})
-
-
-def kinds() -> tuple[str, ...]:
-    """Kinds with an adapter here, sorted. Nothing is imported for this."""
-    found = (module.name for module in pkgutil.iter_modules(package.__path__))
-    return tuple(sorted(name for name in found if name not in _NO_KINDS and not name.startswith("_")))
+kinds = package.kinds
 
 
 def known_kinds() -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from kvwatch.model.sample import FailureKind
 from kvwatch.model.settings import GpuSettings
 from kvwatch.sources.base import SourceError
 from kvwatch.sources.gpu import dcgm_fields as fields
+from kvwatch.sources.gpu import dcgm_worker
 from kvwatch.sources.gpu.dcgm import DcgmSource, find_bindings
 from tests.fakes.dcgm import BINDINGS, BLANK, FP_NOT_SUPPORTED, NOT_SUPPORTED, Scenario, listening, uuid_of
 from tests.fakes.dcgm import whole_gpu as make_gpu
@@ -85,6 +86,28 @@ def until_error(source: DcgmSource, kind: FailureKind, timeout_s: float = 20.0) 
                 return error.failure.message
             last = error
     raise AssertionError(f"no {kind} within {timeout_s} s; last: {last!r}")
+
+
+class BlankEntity:
+    """A GPU whose profiling value can be switched off."""
+
+    def __init__(self) -> None:
+        self.key = (1, 0)
+        self.missing: set[str] = set()
+        self.value: float | None = None
+
+    def number(self, field: int) -> float | None:
+        return self.value if field == fields.ENGINE_ACTIVE else None
+
+
+class BlankEngine:
+    """An engine that profiles one GPU."""
+
+    every_s = slow_every_s = 1.0
+    profiling = True
+
+    def __init__(self) -> None:
+        self.entities = [BlankEntity()]
 
 
 def first(host: HostGpus) -> GpuState:
@@ -346,6 +369,32 @@ def test_case_G11_bug_inside_the_bindings_is_contained(rig: Rig) -> None:
     until(source, lambda host: first(host).memory is not None)
 
 
+def test_case_G2_profiling_hardware_that_another_holds_costs_only_profiling(rig: Rig) -> None:
+    """Another engine or a profiler owns the counters (-37): named as missing, memory is read as ever."""
+    rig.scenario.write(profiling_code=-37)
+
+    gpu = first(rig.start(profiling=True).poll())
+
+    assert gpu.memory is not None
+    assert any("-37" in text or text.startswith("profiling (") for text in gpu.capabilities_missing)
+
+
+def test_case_G4_profiling_that_stays_blank_is_a_lost_capability() -> None:
+    """Ten minutes without one value are said; the first value afterwards takes it back."""
+    engine = BlankEngine()
+    worker = dcgm_worker.Worker(engine, max_rss_bytes=1 << 40)  # type: ignore[arg-type]
+    worker._watch_blanks(0.0)
+    worker._watch_blanks(599.0)
+    early = set(engine.entities[0].missing)
+    worker._watch_blanks(600.0)
+    late = set(engine.entities[0].missing)
+    engine.entities[0].value = 0.5
+    worker._watch_blanks(601.0)
+
+    assert (early, late) == (set(), {fields.PROFILING_BLANK})
+    assert engine.entities[0].missing == set()
+
+
 @pytest.mark.parametrize("code", [-33, -36, -37, -38])
 def test_case_G10_profiling_is_optional(rig: Rig, code: int) -> None:
     """A refused profiling watch (module missing, hardware held) is a missing capability, nothing more."""
@@ -415,7 +464,7 @@ def test_case_E8_engine_hung_for_good_costs_one_worker_at_a_time(rig: Rig) -> No
     assert source.worker_pid is None
 
 
-def test_worker_that_grows_is_replaced(rig: Rig) -> None:
+def test_case_G7_worker_that_grows_is_replaced(rig: Rig) -> None:
     """A leak of the vendor's library ends the worker at its limit, and the next one starts at once."""
     source = rig.start(max_rss_bytes=100 << 20)
     source.poll()

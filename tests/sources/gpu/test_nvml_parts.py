@@ -226,7 +226,7 @@ def test_unreadable_proc_is_not_taken_for_death(tmp_path: Path) -> None:
     assert table.look(ended.pid, 0.0)[0] is False
 
 
-def test_foreign_pid_namespace_tells_nothing(tmp_path: Path) -> None:
+def test_case_F1_foreign_pid_namespace_tells_nothing(tmp_path: Path) -> None:
     """Without the host's pids nothing is called alive or dead, and no name is guessed."""
     fake_process(tmp_path, 70)
 

@@ -127,7 +127,7 @@ def test_case_A5_version_1_is_only_a_labelled_fallback(rig: Rig, code: int) -> N
     assert V2 in gpu.capabilities_missing
 
 
-def test_memory_that_is_not_supported_is_absent_not_version_1(rig: Rig) -> None:
+def test_case_B1_memory_that_is_not_supported_is_absent_not_version_1(rig: Rig) -> None:
     """NOT_SUPPORTED is a missing capability: no memory value, no fallback, no fault of the GPU."""
     rig.scenario.error(ANY, V2, 3)
 
@@ -280,7 +280,31 @@ def read_first(host: object) -> bool:
     return host.gpus[0].memory is not None
 
 
-def test_mig_instances_are_read_by_their_own_handles(rig: Rig) -> None:
+@pytest.mark.parametrize("code", [3, 4, 15, 999])
+def test_case_B3_no_error_is_answered_with_the_host_s_memory(rig: Rig, code: int) -> None:
+    """Unsupported, denied, lost or unknown: that GPU has no memory figure, the other one has its own."""
+    rig.scenario.gpus = 2
+    rig.scenario.memory(1, 5 * GIB).error(0, V2, code)
+
+    host = until(rig.start(), lambda host: len(host.gpus) == 2 and host.gpus[1].memory is not None)
+
+    assert host.gpus[0].memory is None
+    assert host.gpus[1].memory.used_bytes == 5 * GIB
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_case_B4_each_device_is_judged_by_its_own_answer(rig: Rig, first: int) -> None:
+    """Of two alike devices one answers and one says NOT_SUPPORTED: only that one lacks the capability."""
+    rig.scenario.gpus = 2
+    rig.scenario.error(first, V2, 3)
+
+    host = until(rig.start(), lambda host: len(host.gpus) == 2 and host.gpus[1 - first].memory is not None)
+
+    assert V2 in host.gpus[first].capabilities_missing
+    assert V2 not in host.gpus[1 - first].capabilities_missing
+
+
+def test_case_C7_mig_instances_are_read_by_their_own_handles(rig: Rig) -> None:
     """Instances appear beside a parent that may be denied; holes in the numbering are no end."""
     total = 17 * GIB + GIB // 2
     rig.scenario.mig(0, 0, "MIG-a", total=total, used=GIB, gi=9).mig(0, 2, "MIG-b", total=total, used=2 * GIB)

@@ -31,6 +31,14 @@ NAMES = {
     "mlc": "MLC-LLM",
     "transformers": "transformers serve",
 }
+
+
+def engines() -> dict[str, str]:
+    """Every kind that is an engine, with its name: those above, then other adapters by their kind."""
+    others = (kind for kind in registry.kinds() if kind not in {*NAMES, "auto", "mapped"})
+    return NAMES | {kind: kind for kind in others}
+
+
 INTRO = """\
 # What kvwatch gets from each engine
 
@@ -88,8 +96,8 @@ def document() -> str:
 
 
 def _states() -> dict[tuple[str, str], list[ServerState]]:
-    """What the adapters read, by engine and version, in the order of NAMES."""
-    order = list(NAMES)
+    """What the adapters read, by engine and version, in the order of `engines()`."""
+    order = list(engines())
     states: dict[tuple[str, str], list[ServerState]] = {}
     for case in sorted(recorded.cases(), key=lambda case: (order.index(case.kind), case.id)):
         state = registry.adapter(case.kind).parse(case.pages(), case.settings())
@@ -104,7 +112,7 @@ def _figures() -> list[str]:
         readings = [(engine, state.semantics) for state in states for engine in state.engines]
         cells = [column(readings) for column in COLUMNS.values()]
         source = "generated" if kind in generated else "recorded"
-        lines.append(_row(NAMES[kind], version, source, *cells))
+        lines.append(_row(engines()[kind], version, source, *cells))
     return lines
 
 
@@ -115,13 +123,13 @@ def _meanings() -> list[str]:
         for meaning in dict.fromkeys(state.semantics for state in states):
             fresh = f"{meaning.fresh_within_s:g} s" if meaning.fresh_within_s else "last step"
             note = f"**Reading disturbs others.** {meaning.note}" if meaning.destructive else meaning.note
-            lines.append(_row(NAMES[kind], version, meaning.evictable, meaning.basis, fresh, note))
+            lines.append(_row(engines()[kind], version, meaning.evictable, meaning.basis, fresh, note))
     return lines
 
 
 def _paths() -> list[str]:
     lines = ["## What is asked for", "", _row("engine", "`kind`", "paths"), _row("---", "---", "---")]
-    for kind, name in NAMES.items():
+    for kind, name in engines().items():
         paths = [
             f"`{endpoint.path}`" + (" (optional)" if endpoint.optional else "")
             for endpoint in registry.adapter(kind).endpoints

@@ -12,10 +12,9 @@ from kvwatch.signals import liveness
 from kvwatch.sources.base import SourceError
 from kvwatch.sources.servers import registry
 from tests.sources.loopback import pages
-from tests.sources.servers import recorded
+from tests.sources.servers import coverage, recorded
 from tests.sources.servers.reading import only, parse, poll
 
-READ = tuple(kind for kind in registry.kinds() if recorded.cases(kind))
 PLAIN = tuple(
     case
     for case in recorded.cases()
@@ -113,11 +112,12 @@ def test_every_page_is_recognised(case: recorded.Case) -> None:
 
 
 def test_every_engine_is_found_by_its_process() -> None:
-    """There is a command line here for every engine."""
-    assert set(COMMANDS) == set(registry.kinds()) - {"auto", "mapped"}
+    """There is a command line here for every engine that ships, and a pattern in every adapter."""
+    assert set(COMMANDS) == set(coverage.NAMES)
+    assert all(registry.process_patterns(kind) for kind in coverage.engines())
 
 
-@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize("kind", coverage.NAMES)
 def test_red_is_possible_only_where_usage_means_fill(kind: str) -> None:
     """Only these engines' usage may turn red: live blocks, with evictable ones counted as free."""
     semantics = registry.adapter(kind).semantics

@@ -141,7 +141,7 @@ def test_metrics_path_is_configurable() -> None:
             source.close()
 
 
-def test_case_H5_wrong_page_and_missing_path() -> None:  # noqa: N802
+def test_case_H5_wrong_page_and_missing_path() -> None:
     """A 200 with HTML and a 404 are both "not that engine", with what to check."""
     cases: list[tuple[Handler, str]] = [
         (always(answer(b"<html>hello</html>")), "HTML"),
@@ -157,7 +157,7 @@ def test_case_H5_wrong_page_and_missing_path() -> None:  # noqa: N802
         assert part in caught.value.failure.message
 
 
-def test_case_H6_metrics_500_is_a_failure_of_this_source_alone() -> None:  # noqa: N802
+def test_case_H6_metrics_500_is_a_failure_of_this_source_alone() -> None:
     """/metrics answering 500 while inference works gives no state at all, so nothing can act on it."""
     with serving(always(answer(b"FileNotFoundError: /mnt/prom", "500 Oops"))) as server:
         source = registry.create(settings_for(server.url))
@@ -169,7 +169,7 @@ def test_case_H6_metrics_500_is_a_failure_of_this_source_alone() -> None:  # noq
     assert "FileNotFoundError" in caught.value.failure.message
 
 
-def test_case_A7_bandwidth_activity_is_never_memory_usage() -> None:  # noqa: N802
+def test_case_A7_bandwidth_activity_is_never_memory_usage() -> None:
     """A figure of memory bandwidth is no part of a server's state: no field takes it, mapped or not."""
     with pytest.raises(SourceError, match="may have"):
         registry.adapter("mapped").parse(

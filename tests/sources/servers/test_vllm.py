@@ -107,7 +107,7 @@ def test_usage_counts_the_null_block_or_not(used: int) -> None:
     assert [one(page + config()).kv.used_blocks for page in pages] == [used] * 4
 
 
-def test_case_D5_usage_under_its_old_and_new_name() -> None:  # noqa: N802
+def test_case_D5_usage_under_its_old_and_new_name() -> None:
     """The renamed gauge is read under both names; under a third it is unknown, never 0."""
     assert one(gauges(name="gpu_cache_usage_perc")).kv.usage_ratio == 0.5
     assert one(gauges(name="kv_cache_usage_perc")).kv.usage_ratio == 0.5
@@ -118,7 +118,7 @@ def test_case_D5_usage_under_its_old_and_new_name() -> None:  # noqa: N802
     assert any("usage is unknown" in note for note in state.notes)
 
 
-def test_case_H1_idle_with_a_warm_cache_is_empty() -> None:  # noqa: N802
+def test_case_H1_idle_with_a_warm_cache_is_empty() -> None:
     """After load the cache is full of blocks that are free to take: usage 0, and the semantics say so."""
     state = parse(recorded.page("vllm", "0.32.0", "after"))
 
@@ -127,7 +127,7 @@ def test_case_H1_idle_with_a_warm_cache_is_empty() -> None:  # noqa: N802
     assert state.semantics.evictable is Evictable.FREE
 
 
-def test_case_H2_usage_is_blocks_not_tokens() -> None:  # noqa: N802
+def test_case_H2_usage_is_blocks_not_tokens() -> None:
     """Usage is a share of blocks; how many tokens are held is not reported and not invented."""
     engine = one(gauges(usage="0.6666666666666666") + config())
 
@@ -146,7 +146,7 @@ def test_case_H2_usage_is_blocks_not_tokens() -> None:  # noqa: N802
     ],
     ids=["empty", "python", "html", "json", "other"],
 )
-def test_case_H5_page_without_the_series_is_a_failure(page: str, seen: str) -> None:  # noqa: N802
+def test_case_H5_page_without_the_series_is_a_failure(page: str, seen: str) -> None:
     """A 200 without vLLM's series is NOT_EXPECTED, and the text says what came instead and what to do."""
     kind, message = refusal(page)
 
@@ -155,7 +155,7 @@ def test_case_H5_page_without_the_series_is_a_failure(page: str, seen: str) -> N
     assert "--disable-log-stats" in message
 
 
-def test_case_H5_vllm_series_without_the_needed_ones() -> None:  # noqa: N802
+def test_case_H5_vllm_series_without_the_needed_ones() -> None:
     """vllm: series alone are not enough: those of the engine must be there."""
     kind, message = refusal('vllm:lora_requests_info{max_lora="1"} 1.7e9\n')
 
@@ -172,7 +172,7 @@ def test_case_H5_vllm_series_without_the_needed_ones() -> None:  # noqa: N802
     ],
     ids=["told", "sliding", "mamba"],
 )
-def test_case_H8_hybrid_models_have_no_derived_tokens(labels: dict[str, str], capacity: int | None) -> None:  # noqa: N802
+def test_case_H8_hybrid_models_have_no_derived_tokens(labels: dict[str, str], capacity: int | None) -> None:
     """Where layers differ, blocks x size is not the capacity: the server's own figure or none."""
     state = parse(gauges() + config(**labels))
     kv = state.engines[0].kv
@@ -182,7 +182,7 @@ def test_case_H8_hybrid_models_have_no_derived_tokens(labels: dict[str, str], ca
     assert any("hybrid" in note for note in state.notes)
 
 
-def test_case_H9_no_hit_rate_is_read() -> None:  # noqa: N802
+def test_case_H9_no_hit_rate_is_read() -> None:
     """Prefix hits, which count recomputed requests as well, are not taken for cached prompt tokens."""
     page = gauges() + 'vllm:prefix_cache_hits_total{engine="0",model_name="m"} 900.0\n'
 
@@ -199,7 +199,7 @@ def test_case_H9_no_hit_rate_is_read() -> None:  # noqa: N802
         (None, Activity.UNKNOWN),
     ],
 )
-def test_case_H11_sleeping_engine_is_not_idle(values: tuple[int, ...] | None, activity: Activity) -> None:  # noqa: N802
+def test_case_H11_sleeping_engine_is_not_idle(values: tuple[int, ...] | None, activity: Activity) -> None:
     """A sleeping engine says so; where the series is missing, activity is unknown and not "serving"."""
     states = ("awake", "weights_offloaded", "discard_all")
     lines = "".join(
