@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: help run test check lint test-engines test-chain bench gpu-check gen install uninstall soak chaos clean
+.PHONY: help run test check lint test-engines test-chain bench gpu-check gen install uninstall clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16

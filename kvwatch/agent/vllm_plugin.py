@@ -72,6 +72,15 @@ def _wrap_scheduler(here: Place, module: types.ModuleType) -> None:
 
     setattr(schedule, _MARK, True)
     target.schedule = schedule
+    _load()
+
+
+def _load() -> None:
+    """Import the rest while the server starts, so that no step has to."""
+    import kvwatch.agent.limits
+    import kvwatch.agent.publisher
+    import kvwatch.agent.torch_memory
+    import kvwatch.agent.vllm_scheduler  # noqa: F401
 
 
 def _attach(here: Place, scheduler: Any) -> None:

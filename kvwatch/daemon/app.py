@@ -165,6 +165,7 @@ class App:
         self._follow_maintenance()  # before anything opens a GPU
         self._watchlist.apply(self._settings)
         self._agents.apply(self._settings)
+        self._lifecycle.wake = self._board.changed
         next_tick_s = self._clock.mono_s()
         announced = False
         while not self._lifecycle.stopping:
@@ -176,7 +177,7 @@ class App:
             if not announced:
                 self._notifier.ready(self._status_line())
                 announced = True
-            next_tick_s = now_s + self._settings.tick_s
+            next_tick_s = now_s + self._period_s()
         return 0
 
     def close(self) -> None:
@@ -198,6 +199,14 @@ class App:
             threading.Event().wait(early_s)
         self._board.changed.clear()
         return self._clock.mono_s()
+
+    def _period_s(self) -> float:
+        """The longest wait for news: a tick while a limit is out, else what timers of seconds need."""
+        return self._settings.tick_s if self._limits_out() else max(self._settings.tick_s, IDLE_TICK_S)
+
+    def _limits_out(self) -> bool:
+        report = self._published
+        return report is None or any(found.wanted or found.active for found in report.limits)
 
     def _count_missed(self, due_s: float, now_s: float) -> None:
         period_s = self._settings.tick_s
@@ -236,12 +245,11 @@ class App:
     def _has_news(self, now_s: float) -> bool:
         """Whether this tick can find anything: a new sample, a result, a limit in force, or a second gone."""
         seen = (self._board.version, self._shell)
-        report = self._published
         idle = (
             seen == self._seen
             and now_s - self._stepped_s < IDLE_TICK_S
             and not self._dispatcher.has_results
-            and (report is None or not any(found.wanted or found.active for found in report.limits))
+            and not self._limits_out()
         )
         if idle:
             return False

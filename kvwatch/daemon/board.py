@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from kvwatch.daemon.wake import Wake
 from kvwatch.model.report import ShellStatus, Snapshot
 from kvwatch.model.sample import Failure, FailureKind, Sample, SourceStatus
 
@@ -38,7 +39,7 @@ class Board:
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self.version = 0  # grows with every change, so that a look at the board can be saved
-        self.changed = threading.Event()
+        self.changed = Wake()
 
     def register(self, source: str, expected_period_s: float, deadline_s: float) -> None:
         """Announce a source, so that it is listed before its first answer."""
