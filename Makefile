@@ -34,7 +34,7 @@ lint: $(VENV)/.dev ## style, types, layers, generated files
 
 test-engines: $(VENV)/.dev ## against really running inference servers on the CPU (installs about 3.5 GB once)
 	@tools/engines.sh
-	@$(PY) -m pytest checks/engines $(ARGS)
+	@$(PY) -m pytest checks/engines checks/agent $(ARGS)
 
 test-chain: $(VENV)/.dev ## real Prometheus and Alertmanager, from the demo to a webhook
 	@tools/tools.sh

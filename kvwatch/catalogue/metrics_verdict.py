@@ -68,7 +68,7 @@ class Labels:
         self.scope = scope
         self.yellow = (*scope, "yellow")
         self.red = (*scope, "red")
-        self.seconds = [(*scope, name) for name in LEVEL_NAMES]
+        self.seconds: list[Row] = [((*scope, name), -1.0) for name in LEVEL_NAMES]
 
 
 Folded = dict[Labels, list[Verdict]]
@@ -128,7 +128,12 @@ def _level_seconds(report: TickReport) -> list[Row]:
     rows: list[Row] = []
     for labels, verdicts in folded(report).items():
         times = _seconds(verdicts[0]) if len(verdicts) == 1 else _folded_seconds(verdicts)
-        rows += zip(labels.seconds, times, strict=True)
+        kept_rows = labels.seconds
+        for place, spent in enumerate(times):
+            row = kept_rows[place]
+            if row[1] != spent:  # mostly one of the four: the level that it is at
+                kept_rows[place] = (row[0], spent)
+        rows += kept_rows
     return rows
 
 

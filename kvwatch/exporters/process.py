@@ -23,6 +23,7 @@ PROCESS_SERIES: tuple[tuple[str, str, str], ...] = (
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_statm: list[int] = []  # its descriptor, kept open
 _started_wall_s: list[float] = []  # filled on first use: it never changes, and /proc/stat is long
 
 
@@ -50,13 +51,11 @@ def _cpu_seconds() -> float:
 def _memory_pages() -> tuple[int, int] | None:
     """(virtual, resident) pages; /proc/self/statm is the cheapest file that has them."""
     try:
-        descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        if not _statm:
+            _statm.append(os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC))
+        virtual, resident = os.pread(_statm[0], 256, 0).split()[:2]
     except OSError:
         return None
-    try:
-        virtual, resident = os.read(descriptor, 256).split()[:2]
-    finally:
-        os.close(descriptor)
     return int(virtual), int(resident)
 
 
