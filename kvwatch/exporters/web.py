@@ -24,7 +24,15 @@ from kvwatch.exporters.provider import Provider
 from kvwatch.exporters.web_auth import Access, Authenticator
 from kvwatch.exporters.web_config import BadCertificateError, TlsServerConfig, WebConfig
 from kvwatch.exporters.web_conn import READ, Conn, Phase
-from kvwatch.exporters.web_http import HttpError, Request, Response, wire
+from kvwatch.exporters.web_http import (
+    HttpError,
+    Request,
+    Response,
+    error_response,
+    too_many_unchecked,
+    unauthorized,
+    wire,
+)
 from kvwatch.exporters.web_limits import Limits, connection_cap, listen
 from kvwatch.exporters.web_routes import Routes
 
@@ -486,20 +494,3 @@ class WebServer:
             self._auth = Authenticator()
         self._spawn(self._check_passwords, "web-auth")
         return self._auth
-
-
-def error_response(error: HttpError) -> Response:
-    """An error as a short plain sentence."""
-    body = f"{error.message}\n".encode()
-    return Response(status=error.status, body=body, headers=(("Cache-Control", "no-store"), *error.headers))
-
-
-def unauthorized() -> HttpError:
-    """No password, or a wrong one."""
-    headers = (("WWW-Authenticate", 'Basic realm="kvwatch"'),)
-    return HttpError(401, "a user and a password are wanted", headers=headers)
-
-
-def too_many_unchecked() -> HttpError:
-    """More new passwords at once than can be checked."""
-    return HttpError(503, "too many passwords wait to be checked", headers=(("Retry-After", "2"),))

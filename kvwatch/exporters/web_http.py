@@ -218,3 +218,20 @@ def wire(
     head = f"HTTP/1.1 {response.status} {REASONS.get(response.status, 'Status')}\r\n"
     lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
     return f"{head}{lines}\r\n".encode("latin-1", "replace") + (b"" if head_only else response.body)
+
+
+def error_response(error: HttpError) -> Response:
+    """An error as a short plain sentence."""
+    body = f"{error.message}\n".encode()
+    return Response(status=error.status, body=body, headers=(("Cache-Control", "no-store"), *error.headers))
+
+
+def unauthorized() -> HttpError:
+    """No password, or a wrong one."""
+    headers = (("WWW-Authenticate", 'Basic realm="kvwatch"'),)
+    return HttpError(401, "a user and a password are wanted", headers=headers)
+
+
+def too_many_unchecked() -> HttpError:
+    """More new passwords at once than can be checked."""
+    return HttpError(503, "too many passwords wait to be checked", headers=(("Retry-After", "2"),))

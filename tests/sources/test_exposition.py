@@ -50,9 +50,13 @@ def plain(found: dict[Sample, float]) -> dict[Sample, float]:
     return {(name.removesuffix("_total"), labels): value for (name, labels), value in found.items()}
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in recorded.cases() if "metrics" in case.pages()], ids=lambda case: case.id
-)
+def exposition_cases() -> list[recorded.Case]:
+    """Cases with a metrics page in the exposition format (TensorRT-LLM has one of that name in JSON)."""
+    found = [case for case in recorded.cases() if "metrics" in case.pages()]
+    return [case for case in found if not case.pages()["metrics"].lstrip().startswith(b"[")]
+
+
+@pytest.mark.parametrize("case", exposition_cases(), ids=lambda case: case.id)
 def test_agrees_on_recorded_pages(case: recorded.Case) -> None:
     """Every family of every recorded page is read as prometheus_client reads it."""
     page = case.pages()["metrics"]
