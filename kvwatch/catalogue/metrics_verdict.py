@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvwatch.catalogue.metrics_server import engines_of
 from kvwatch.catalogue.metrics_spec import (
@@ -62,13 +62,33 @@ def _coverage(report: TickReport) -> Iterator[Row]:
 class Labels:
     """Label values of one scope's rule, made once: making them anew is most of the work of a page."""
 
-    __slots__ = ("red", "scope", "seconds", "yellow")
+    __slots__ = ("_before", "_place", "red", "scope", "seconds", "yellow")
 
     def __init__(self, scope: tuple[str, ...]) -> None:
         self.scope = scope
         self.yellow = (*scope, "yellow")
         self.red = (*scope, "red")
         self.seconds: list[Row] = [((*scope, name), -1.0) for name in LEVEL_NAMES]
+        self._before: tuple[float, ...] | None = None  # what the rows were made of
+        self._place = 0
+
+    def spend(self, verdict: Verdict, now_s: float) -> None:
+        """Bring the rows up to date: while the level stands, only its own seconds go on."""
+        before, place = verdict.seconds_before, verdict.level + 1
+        if before is self._before and place == self._place:
+            spent = before[place] + max(0.0, now_s - verdict.since_s)
+            self.seconds[place] = (self.seconds[place][0], spent)
+            return
+        self.put(verdict.seconds_at(now_s))
+        self._before, self._place = before, place
+
+    def put(self, times: Sequence[float]) -> None:
+        """The seconds of every level; a row that does not change stays the same row."""
+        self._before = None
+        for place, spent in enumerate(times):
+            row = self.seconds[place]
+            if row[1] != spent:
+                self.seconds[place] = (row[0], spent)
 
 
 Folded = dict[Labels, list[Verdict]]
@@ -125,35 +145,23 @@ def _thresholds(report: TickReport) -> Iterator[Row]:
 
 def _level_seconds(report: TickReport) -> list[Row]:
     """Seconds per level; of folded scopes the longest bad and the shortest green time: none ever shrinks."""
+    now_s = report.clock.mono_s
     rows: list[Row] = []
     for labels, verdicts in folded(report).items():
-        times = _seconds(verdicts[0]) if len(verdicts) == 1 else _folded_seconds(verdicts)
-        kept_rows = labels.seconds
-        for place, spent in enumerate(times):
-            row = kept_rows[place]
-            if row[1] != spent:  # mostly one of the four: the level that it is at
-                kept_rows[place] = (row[0], spent)
-        rows += kept_rows
+        if len(verdicts) == 1:
+            labels.spend(verdicts[0], now_s)
+        else:
+            labels.put(_folded_seconds(verdicts, now_s))
+        rows += labels.seconds
     return rows
 
 
-def _folded_seconds(verdicts: list[Verdict]) -> list[float]:
-    by_level = zip(*map(_seconds, verdicts), strict=True)
+def _folded_seconds(verdicts: list[Verdict], now_s: float) -> list[float]:
+    by_level = zip(*[verdict.seconds_at(now_s) for verdict in verdicts], strict=True)
     return [
         min(times) if name == "green" else max(times)
         for name, times in zip(LEVEL_NAMES, by_level, strict=True)
     ]
-
-
-def _seconds(verdict: Verdict) -> list[float]:
-    """Seconds at unknown, green, yellow and red, in the order of LEVEL_NAMES."""
-    told = verdict.seconds_by_level
-    if len(told) == len(LEVEL_NAMES):  # every level, in order: as the rules make them
-        return [spent for _, spent in told]
-    seconds = [0.0] * len(LEVEL_NAMES)
-    for level, spent in told:
-        seconds[level + 1] = spent
-    return seconds
 
 
 # The level too where thresholds are told: of scopes that fold into one series the worst speaks.

@@ -20,6 +20,7 @@ from kvwatch.daemon.notify import Notifier
 from kvwatch.daemon.outstanding import Outstanding
 from kvwatch.daemon.paths import Paths
 from kvwatch.daemon.watchlist import GpuFactory, Watchlist
+from kvwatch.exporters import process
 from kvwatch.exporters.events import EventLog
 from kvwatch.model.action import ActionRequest, EventKind
 from kvwatch.model.level import Level
@@ -99,6 +100,7 @@ class App:
         self._notifier = Notifier()
         self._event_log = EventLog()
         self._pending: _Pending | None = None
+        self._to_answer: threading.Event | None = None
         self._reload_lock = threading.Lock()  # one reload at a time
         self._published: TickReport | None = None
         self._last_tick_s = self._clock.mono_s()
@@ -173,6 +175,9 @@ class App:
             self._count_missed(next_tick_s, now_s)
             if not self._tick(now_s):
                 return 1
+            if self._to_answer is not None:  # not before the report shows what the reload has done
+                self._to_answer.set()
+                self._to_answer = None
             self._notifier.beat(now_s)
             if not announced:
                 self._notifier.ready(self._status_line())
@@ -232,6 +237,7 @@ class App:
         self._core_failures = 0
         took_s = self._clock.mono_s() - now_s
         self._spacing_s = min(max(MIN_SPACING_S, SPACING_PER_TICK * took_s), self._settings.tick_s)
+        process.sample()
         self._published = report  # before the requests go out: a lane re-reads it just before acting
         for request in report.due:
             if not self._dispatcher.offer(request):
@@ -289,7 +295,7 @@ class App:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._take(pending)
-            pending.taken.set()
+            self._to_answer = pending.taken
         if now_s - self._housekept_s >= HOUSEKEEPING_S:
             self._housekept_s = now_s
             self._follow_maintenance()

@@ -20,6 +20,7 @@ log = logging.getLogger("kvwatch.watchlist")
 
 # An age at which everything is stale.
 LONG_AGO_S = -1e9
+RETRY_S = 5.0
 
 GpuFactory = Callable[[GpuSettings, float], Source[Any] | None]
 
@@ -34,6 +35,7 @@ class Watchlist:
         self._running: dict[str, tuple[object, Poller]] = {}
         self._chores = Chores()  # of GPU sources: ending a worker takes seconds where a driver hangs
         self._released = False
+        self._retry_s = 0.0
         self._unmade: dict[str, tuple[object, Callable[[], Source[Any] | None]]] = {}
         self._jitter = random.Random()  # noqa: S311 - spreads polls, guards nothing
 
@@ -56,7 +58,9 @@ class Watchlist:
                 self._start(key, identity, factory)
 
     def retry(self) -> None:
-        """Try again to make what could not be made."""
+        """Try again, now and then, to make what could not be made."""
+        if not self._unmade or self._clock.mono_s() < self._retry_s:
+            return
         put_off, self._unmade = self._unmade, {}
         for key, (identity, factory) in put_off.items():
             self._board.forget(key)
@@ -67,6 +71,7 @@ class Watchlist:
     ) -> None:
         """Show the reason where the source would be."""
         self._unmade[key] = (identity, factory)
+        self._retry_s = self._clock.mono_s() + RETRY_S
         self._board.register(key, 1.0, 1.0)
         failure = Failure(kind=FailureKind.CRASHED, message=why)
         sample: Sample[Any] = Sample(

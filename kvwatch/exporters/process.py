@@ -27,8 +27,21 @@ _statm: list[int] = []  # its descriptor, kept open
 _started_wall_s: list[float] = []  # filled on first use: it never changes, and /proc/stat is long
 
 
-def readings() -> Iterator[tuple[str, float]]:
-    """(name, value) of what /proc tells; nothing where it is not mounted."""
+_sampled: list[list[tuple[str, float]]] = []  # the loop's last sample, so that no scrape waits for /proc
+
+
+def sample() -> None:
+    """Take the readings that `readings` tells from now on; the loop does so with every report."""
+    _sampled[:] = [list(_read())]
+
+
+def readings() -> list[tuple[str, float]]:
+    """(name, value) as of the last report; read now where nobody samples."""
+    return _sampled[0] if _sampled else list(_read())
+
+
+def _read() -> Iterator[tuple[str, float]]:
+    """What /proc tells; nothing where it is not mounted."""
     yield "process_cpu_seconds_total", _cpu_seconds()
     pages = _memory_pages()
     if pages is not None:

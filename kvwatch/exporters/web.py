@@ -212,9 +212,29 @@ class WebServer:
             conn = Conn(sock, time.monotonic(), tls=self._config.tls is not None)
             conn.deadline_s = conn.progress_s + self._limits.request_s
             self._count += 1
-            self._wait(conn)
-            if not conn.tls:
-                self._ready(conn)  # a client mostly sends at once: one turn of the selector saved
+            if conn.tls or not self._arrived(conn):
+                self._wait(conn)
+
+    def _arrived(self, conn: Conn) -> bool:
+        """Take a request that came with its connection, as most do: one turn of the selector saved."""
+        try:
+            if not self._receive(conn):
+                return False
+        except HttpError:
+            pass  # a worker finds the same and answers it
+        except (OSError, EOFError):
+            conn.close()
+            self._count -= 1
+            return True
+        self._hand_over(conn)
+        return True
+
+    def _hand_over(self, conn: Conn) -> None:
+        """A whole request is there: answer a scrape now, give the rest to a worker."""
+        if self._is_plain_scrape(conn):
+            self._answer_here(conn)
+        else:
+            self._jobs.put(conn)
 
     def _evict(self) -> bool:
         """Close the connection that has got nowhere for longest; False when all are being answered."""
@@ -258,10 +278,7 @@ class WebServer:
             self._linger(conn)
         elif conn.tls or self._advance_plain(conn):
             self._unwait(conn)
-            if self._is_plain_scrape(conn):
-                self._answer_here(conn)
-            else:
-                self._jobs.put(conn)
+            self._hand_over(conn)
 
     def _is_plain_scrape(self, conn: Conn) -> bool:
         """What is answered in a few milliseconds without waiting for anything, and asked for all the time.

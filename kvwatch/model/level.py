@@ -72,8 +72,8 @@ class Verdict:
     """One rule's level in one scope.
 
     `value` and the thresholds are in the rule's own unit (see `rules.shipped`); `since_s` is
-    monotonic seconds, `since_wall_s` Unix seconds of the last level change. `seconds_by_level`
-    counts how long the scope has been at each level since kvwatch started.
+    monotonic seconds, `since_wall_s` Unix seconds of the last level change. `seconds_before`
+    holds the seconds at unknown, green, yellow and red up to `since_s`: nothing is added up tick by tick.
     """
 
     rule: RuleId
@@ -87,4 +87,12 @@ class Verdict:
     reason: Reason = Reason.BELOW
     pages: bool = False  # red of this rule pages, so it counts for the headline colour
     detail: str = ""  # the facts behind it in one short sentence, for people
-    seconds_by_level: tuple[tuple[Level, float], ...] = ()
+    seconds_before: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+    def seconds_at(self, now_s: float) -> tuple[float, ...]:
+        """Seconds at unknown, green, yellow and red since the scope appeared, up to this monotonic time."""
+        place = self.level + 1
+        running_s = max(0.0, now_s - self.since_s)
+        return tuple(
+            spent + running_s if place == at else spent for at, spent in enumerate(self.seconds_before)
+        )

@@ -53,7 +53,7 @@ def evaluate(state: RulesState, inputs: Inputs) -> tuple[RulesState, tuple[Verdi
             last = _last(before, place, reading.scope)
             now = _judge(spec, last, reading, inputs.rules[spec.rule], inputs.clock)
             after.append(now)
-            verdicts.append(_verdict(spec, now, inputs.clock))
+            verdicts.append(_verdict(spec, now))
         judged[spec.rule] = after
     return RulesState(judged=judged), tuple(verdicts)
 
@@ -105,7 +105,7 @@ def _again(last: Judged, reading: Reading, state: LevelState) -> Judged:
     return Judged(reading=reading, settings=last.settings, band=last.band, state=state)
 
 
-def _verdict(spec: RuleSpec, judged: Judged, clock: TickClock) -> Verdict:
+def _verdict(spec: RuleSpec, judged: Judged) -> Verdict:
     reading, state, band = judged.reading, judged.state, judged.band
     return Verdict(
         rule=spec.rule,
@@ -119,5 +119,5 @@ def _verdict(spec: RuleSpec, judged: Judged, clock: TickClock) -> Verdict:
         reason=state.reason,
         pages=spec.pages,
         detail=reading.detail,
-        seconds_by_level=hysteresis.seconds_by_level(state, clock.mono_s),
+        seconds_before=state.seconds_before,
     )

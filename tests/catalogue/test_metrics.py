@@ -237,15 +237,21 @@ def test_scopes_that_fold_show_the_worst_level_and_never_green_over_unknown() ->
 def test_folded_level_seconds_never_shrink() -> None:
     """When one of two folded scopes goes on counting, no level's seconds go down."""
 
-    def seconds(*spent: tuple[tuple[Level, float], ...]) -> dict[tuple[str, ...], float]:
+    def seconds(*spent: tuple[float, float, float, float]) -> dict[tuple[str, ...], float]:
         made = tuple(
-            sample.verdict(RuleId.SOURCE_STALE, Level.GREEN, Scope(source=str(i)), seconds_by_level=s)
+            sample.verdict(
+                RuleId.SOURCE_STALE,
+                Level.GREEN,
+                Scope(source=str(i)),
+                seconds_before=s,
+                since_s=sample.NOW_MONO_S,
+            )
             for i, s in enumerate(spent)
         )
         return rows(sample.report(verdicts=made), "rule_level_seconds_total")
 
-    before = seconds(((Level.GREEN, 10.0), (Level.RED, 2.0)), ((Level.GREEN, 12.0),))
-    after = seconds(((Level.GREEN, 11.0), (Level.RED, 2.0)), ((Level.GREEN, 12.0), (Level.RED, 1.0)))
+    before = seconds((0.0, 10.0, 0.0, 2.0), (0.0, 12.0, 0.0, 0.0))
+    after = seconds((0.0, 11.0, 0.0, 2.0), (0.0, 12.0, 0.0, 1.0))
 
     assert all(after[key] >= before[key] for key in before)
     assert before["", "", "", "", "source_stale", "red"] == 2.0

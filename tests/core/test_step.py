@@ -164,7 +164,7 @@ def test_reload_keeps_what_still_exists_and_drops_what_does_not() -> None:
     report = host.tick()
     after = host.verdict(RuleId.KV_USAGE)
     assert (after.level, after.since_s, after.yellow) == (Level.YELLOW, before.since_s, 0.75)
-    assert sum(spent for _, spent in after.seconds_by_level) == pytest.approx(31.0)
+    assert sum(after.seconds_at(host.now_s)) == pytest.approx(31.0)
     assert ("lease", "applied", 1) in report.actions_total
 
     host.configure(Settings(servers=(ServerSettings(name="other", kind="vllm"),)))
@@ -181,7 +181,7 @@ def test_seconds_lose_nothing_between_ticks() -> None:
     seen = host.now_s - len(reports) + 1
     for verdict in reports[-1].verdicts:
         if verdict.scope.engine:
-            assert sum(s for _, s in verdict.seconds_by_level) == pytest.approx(host.now_s - seen)
+            assert sum(verdict.seconds_at(host.now_s)) == pytest.approx(host.now_s - seen)
 
 
 def test_the_wall_clock_decides_nothing() -> None:

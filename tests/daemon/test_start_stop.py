@@ -216,7 +216,7 @@ def test_a_full_disk(host: Host) -> None:
     assert str(host.folder / "state" / "inventory.json") in said
 
 
-@pytest.mark.parametrize("limit", [12, 24])
+@pytest.mark.parametrize("limit", [16, 24])
 def test_few_descriptors(tmp_path: Path, limit: int) -> None:
     """With hardly any descriptors, and clients that hold the rest, it does not die, and stops when asked."""
 

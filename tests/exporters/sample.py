@@ -28,10 +28,10 @@ from kvwatch.model.signal import (
 from tests.exporters.sample_gpu import (
     GIB,
     HOSTILE,
-    LEVELS,
     MIB,
     NOW_MONO_S,
     NOW_WALL_S,
+    SECONDS_BEFORE,
     TOTAL,
     gpu_signals,
     gpu_state,
@@ -43,10 +43,10 @@ from tests.exporters.sample_server import agents, chat, dead, embed, limits, qua
 __all__ = [
     "GIB",
     "HOSTILE",
-    "LEVELS",
     "MIB",
     "NOW_MONO_S",
     "NOW_WALL_S",
+    "SECONDS_BEFORE",
     "TOTAL",
     "agents",
     "bench_report",
@@ -76,7 +76,7 @@ def verdict(rule: RuleId, level: Level, scope: Scope, **changes: object) -> Verd
         level=level,
         since_s=NOW_MONO_S - 125.0,
         since_wall_s=NOW_WALL_S - 125.0,
-        seconds_by_level=LEVELS,
+        seconds_before=SECONDS_BEFORE,
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -333,7 +333,6 @@ def empty_report() -> TickReport:
                 Level.UNKNOWN,
                 Scope(server="chat", engine="0"),
                 reason=Reason.NOT_REPORTED,
-                seconds_by_level=(),
             ),
         ),
         sources=(SourceStatus(source="nvml", period_s=0.2),),

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 from kvwatch.model.gpu import Accounting, GpuHealth, GpuMemory, GpuState
-from kvwatch.model.level import Level
 from kvwatch.model.report import (
     GpuReport,
 )
@@ -27,7 +26,7 @@ TOTAL = 143_771 * MIB
 RESERVED = 644_939_776
 HOSTILE = 'python"<img src=x onerror="alert(1)">\n</script><script>alert(\'x\')</script>\\'
 NO_FORECAST = Forecast()
-LEVELS = ((Level.UNKNOWN, 12.0), (Level.GREEN, 3000.0), (Level.YELLOW, 240.5), (Level.RED, 7.25))
+SECONDS_BEFORE = (12.0, 3000.0, 240.5, 7.25)  # at unknown, green, yellow and red
 
 
 def uuid(index: int) -> str:

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 VERSION = 1
 MAX_BYTES = 1 << 20
 MAX_GPUS = 256
-_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+_DAMAGED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class Inventory:
         self._pinned: dict[str, int] = {}
         self._complained: set[str] = set()
         self._unsaved = False
+        self._unread = False
         self._load()
 
     def known(self) -> tuple[KnownGpu, ...]:
@@ -61,28 +62,41 @@ class Inventory:
         return ""
 
     def note(self, gpus: Iterable[KnownGpu]) -> None:
-        """Remember these; the file is written only when something is new."""
+        """Remember these; the file is written only when something is new.
+
+        Nor while it cannot be read (no descriptor left, say): that would forget the GPUs in it.
+        """
+        if self._unread:
+            self._load()
         changed = self._unsaved
         for gpu in gpus:
             if self._known.get(gpu.uuid) != gpu and (gpu.uuid in self._known or len(self._known) < MAX_GPUS):
                 self._known[gpu.uuid] = gpu
                 changed = True
-        if changed:
+        if changed and self._unread:
+            self._unsaved = True
+        elif changed:
             self._save()
 
     def _load(self) -> None:
+        """Add the GPUs of the file to those known here; a damaged file counts as empty."""
+        self._unread = False
         try:
             with self._path.open("rb") as file:
                 page = json.loads(file.read(MAX_BYTES))
-            for uuid, gpu in list(page["gpus"].items())[:MAX_GPUS]:
-                self._known[str(uuid)] = KnownGpu(
-                    uuid=str(uuid), index=int(gpu["index"]), name=str(gpu["name"])
-                )
+            listed = [
+                KnownGpu(uuid=str(uuid), index=int(gpu["index"]), name=str(gpu["name"]))
+                for uuid, gpu in list(page["gpus"].items())[:MAX_GPUS]
+            ]
         except FileNotFoundError:
-            pass
-        except (OSError, *_UNREADABLE) as error:
-            self._known = {}
-            self._complain("GPU inventory unreadable, starting a new one", error)
+            return
+        except OSError as error:
+            self._unread = True
+            self._complain("GPU inventory cannot be read: absent GPUs are not shown", error)
+        except _DAMAGED as error:
+            self._complain("GPU inventory is damaged, starting a new one", error)
+        else:
+            self._known = {gpu.uuid: gpu for gpu in listed} | self._known
 
     def _save(self) -> None:
         gpus = {gpu.uuid: {"index": gpu.index, "name": gpu.name} for gpu in self.known()}

@@ -130,6 +130,37 @@ def test_clock_event_reasons_are_named() -> None:
     assert clock_event_reasons(0x1 | 0x8 | 1 << 40) == ("gpu_idle", "hw_slowdown")
 
 
+def test_an_inventory_that_cannot_be_read_just_now_is_not_overwritten(tmp_path: Path) -> None:
+    """A passing fault of the disk (or no descriptor left) must not forget the GPUs in the file."""
+    path = tmp_path / "inventory.json"
+    Inventory(path).note([KnownGpu(uuid="GPU-gone", index=0)])
+    content = path.read_bytes()
+    path.unlink()
+    path.mkdir()  # cannot be opened as a file
+    inventory = Inventory(path)
+    inventory.note([KnownGpu(uuid="GPU-here", index=1)])
+    path.rmdir()
+    path.write_bytes(content)
+    assert [gpu.uuid for gpu in inventory.known()] == ["GPU-here"]
+
+    inventory.note([KnownGpu(uuid="GPU-here", index=1)])
+    assert [gpu.uuid for gpu in inventory.known()] == ["GPU-gone", "GPU-here"]
+    assert [gpu.uuid for gpu in Inventory(path).known()] == ["GPU-gone", "GPU-here"]
+
+
+def test_an_inventory_that_was_not_written_is_written_later(tmp_path: Path) -> None:
+    """A disk that was full when a GPU was new is tried again, and leaves no half file."""
+    path = tmp_path / "state" / "inventory.json"
+    (path.parent / "inventory.json.new").mkdir(parents=True)  # in the way of the new file
+    inventory = Inventory(path)
+    inventory.note([KnownGpu(uuid="GPU-a", index=0)])
+    assert not path.exists()
+    (path.parent / "inventory.json.new").rmdir()
+    inventory.note([KnownGpu(uuid="GPU-a", index=0)])
+    assert [gpu.uuid for gpu in Inventory(path).known()] == ["GPU-a"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["inventory.json"]
+
+
 def test_inventory_is_kept(tmp_path: Path) -> None:
     """What was noted is known to the next process, and an unchanged inventory is not written again."""
     path = tmp_path / "inventory.json"
