@@ -30,6 +30,7 @@ class Subject:
     def __init__(self, name: str, command: list[str], port: int, env: dict[str, str], log: Path) -> None:
         self.name = name
         self.port = port
+        self._connection: socket.socket | None = None
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=os.environ | env, stdout=stream, stderr=subprocess.STDOUT
@@ -48,18 +49,50 @@ class Subject:
         raise RuntimeError(f"{self.name} did not start:\n{self._log.read_text(errors='replace')[-2000:]}")
 
     def scrape(self) -> tuple[float, bytes]:
-        """Seconds and body of one scrape on a connection of its own, with as little client as possible."""
+        """Seconds and body of one scrape, asked as Prometheus asks: HTTP/1.1, the connection kept if the
+        server keeps it, made anew (and counted) if not."""
         begun = time.perf_counter()
-        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
-            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            pieces = []
-            while piece := connection.recv(262144):
-                pieces.append(piece)
+        try:
+            head, body, kept = self._ask()
+        except (OSError, ValueError):
+            self._close()  # the server had closed a kept connection meanwhile
+            head, body, kept = self._ask()
         took_s = time.perf_counter() - begun
-        head, _, body = b"".join(pieces).partition(b"\r\n\r\n")
+        if not kept:
+            self._close()
         if b" 200 " not in head.split(b"\r\n", 1)[0]:
             raise OSError(f"{self.name} answered {head[:80]!r}")
         return took_s, body
+
+    def _ask(self) -> tuple[bytes, bytes, bool]:
+        """Head, body, and whether the connection can be used again."""
+        if self._connection is None:
+            self._connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        connection = self._connection
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        received = b""
+        while b"\r\n\r\n" not in received:
+            received += self._piece(connection)
+        head, _, body = received.partition(b"\r\n\r\n")
+        fields = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:])
+        pieces, missing = [body], int(fields[b"content-length"]) - len(body)
+        while missing > 0:
+            pieces.append(self._piece(connection))
+            missing -= len(pieces[-1])
+        kept = head.startswith(b"HTTP/1.1") and fields.get(b"connection") != b"close"
+        return head, b"".join(pieces), kept
+
+    @staticmethod
+    def _piece(connection: socket.socket) -> bytes:
+        piece = connection.recv(262144)
+        if not piece:
+            raise ConnectionResetError("closed in the middle")
+        return piece
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def pids(self) -> list[int]:
         """This program and everything below it."""
@@ -84,6 +117,7 @@ class Subject:
 
     def stop(self) -> None:
         """TERM, then KILL."""
+        self._close()
         self.process.terminate()
         try:
             self.process.wait(10)
