@@ -7,6 +7,7 @@ wanted=(
     promtool:prometheus prometheus:prometheus prometheus-alertmanager:prometheus-alertmanager
     amtool:prometheus-alertmanager gcc:gcc systemd-nspawn:systemd-container
     systemd-analyze:systemd dbus-daemon:dbus haproxy:haproxy openssl:openssl strace:strace
+    chromium:chromium unshare:util-linux nsenter:util-linux mount:mount
 )
 packages=()
 for pair in "${wanted[@]}"; do

@@ -91,9 +91,8 @@ def _measure(subjects: list[Subject], args: argparse.Namespace) -> bool:
             time.sleep(2.0 / len(subjects))
     memory = {subject.name: subject.pss_mib() for subject in subjects}
     own, other = (subject.name for subject in subjects)
-    print(
-        f"\n{args.gpus} idle GPUs, windows of {args.seconds:g} s, scrapes 2 s apart (cold; connections kept where the server keeps them)"
-    )
+    print(f"\n{args.gpus} idle GPUs, CPU windows of {args.seconds:g} s")
+    print("scrapes 2 s apart, so all are cold; connections are kept where the server keeps them")
     print(f"{'':28}{own:>18}{other:>18}{'ratio':>8}   bound")
     rows = [
         ("CPU, % of a core (median)", median(cpu[own]), median(cpu[other]), 1.0, None),

@@ -15,9 +15,12 @@ from tests.harness import ROOT, Daemon
 from tests.sources.loopback import always, answer, serving
 
 
-def config(*servers: tuple[str, str], more: str = "gpus: {source: none}\n") -> str:
-    """A configuration that watches these (name, url)."""
-    lines = [f"  - {{name: {name}, kind: vllm, url: '{url}', period: 200ms}}\n" for name, url in servers]
+def config(*servers: tuple[str, str], more: str = "gpus: {source: none}\n", period: str = "1s") -> str:
+    """A configuration that watches these (name, url).
+
+    A server has 0.8 of its period to answer: short ones are for servers that may look down on a busy machine.
+    """
+    lines = [f"  - {{name: {name}, kind: vllm, url: '{url}', period: {period}}}\n" for name, url in servers]
     return more + ("servers:\n" + "".join(lines) if lines else "")
 
 

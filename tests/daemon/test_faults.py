@@ -226,7 +226,7 @@ def test_whatever_a_server_answers(tmp_path: Path) -> None:
             if now[0].startswith((b"HTTP/1.1 200 OK\r\n\r\n", b"SSH")):
                 return
 
-    with serving(handle) as server, Daemon(tmp_path, config(("chat", server.url))) as daemon:
+    with serving(handle) as server, Daemon(tmp_path, config(("chat", server.url), period="200ms")) as daemon:
         for odd in odd_answers():
             now[0] = answer(page())
             daemon.until(lambda: up(daemon, "chat"), PATIENCE_S, "the good page")
