@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 WORKERS = 2
 DEFAULT_LIMITS = Limits()
 MAX_PIPELINED = 16
-SCRAPE = b"GET /metrics HTTP/1."
 ACCEPTS_AT_ONCE = 32
 CLOSE_S = 0.9
 
@@ -230,8 +229,11 @@ class WebServer:
         return True
 
     def _hand_over(self, conn: Conn) -> None:
-        """A whole request is there: answer a scrape now, give the rest to a worker."""
-        if self._is_plain_scrape(conn):
+        """A whole request is there: answer a scrape now, give the rest to a worker.
+
+        Handing a scrape over would wake a thread on a cold core: a fifth of its time.
+        """
+        if self._web_config is None and conn.holds_one_scrape():
             self._answer_here(conn)
         else:
             self._jobs.put(conn)
@@ -279,17 +281,6 @@ class WebServer:
         elif conn.tls or self._advance_plain(conn):
             self._unwait(conn)
             self._hand_over(conn)
-
-    def _is_plain_scrape(self, conn: Conn) -> bool:
-        """What is answered in a few milliseconds without waiting for anything, and asked for all the time.
-
-        Handing it to a worker would wake a thread on a cold core: a fifth of a scrape's time.
-        """
-        return (
-            self._web_config is None
-            and conn.phase is Phase.REQUEST
-            and bytes(conn.inbox[: len(SCRAPE)]) == SCRAPE
-        )
 
     def _answer_here(self, conn: Conn) -> None:
         self._here = conn

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
+SCRAPE = b"GET /metrics HTTP/1."
 CHUNK_BYTES = 64 * 1024
 
 
@@ -82,6 +83,14 @@ class Conn:
     def secure_socket(self) -> ssl.SSLSocket | None:
         """The TLS socket once `wrap` was called."""
         return cast("ssl.SSLSocket", self._sock) if hasattr(self._sock, "do_handshake") else None
+
+    def holds_one_scrape(self) -> bool:
+        """Whether what has arrived is one GET of /metrics and nothing behind it: milliseconds, no waiting."""
+        return (
+            self.phase is Phase.REQUEST
+            and bytes(self.inbox[: len(SCRAPE)]) == SCRAPE
+            and self.inbox.count(b"HTTP/") == 1
+        )
 
     def receive(self) -> bool:
         """Take what has arrived; whether a whole request may be there. EOFError when the client has closed.

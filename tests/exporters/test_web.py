@@ -434,3 +434,28 @@ def test_many_clients_at_once() -> None:
 
     assert len(found) == 80
     assert len(set(found)) == 1
+
+
+def test_what_follows_a_scrape_on_its_connection_is_left_to_a_worker() -> None:
+    """A reload pipelined behind a scrape does not run where connections are accepted."""
+
+    class Slow(FixedProvider):
+        thread = ""
+
+        def reload(self) -> list[str]:
+            self.thread = threading.current_thread().name
+            return []
+
+    provider = Slow(sample.report())
+    with (
+        serving(provider, enable_lifecycle=True) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=5) as client,
+    ):
+        client.sendall(
+            b"GET /metrics HTTP/1.1\r\nHost: l\r\n\r\n"
+            b"POST /-/reload HTTP/1.1\r\nHost: l\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        )
+        while client.recv(65536):
+            pass
+
+    assert provider.thread.startswith("web-")
