@@ -216,17 +216,10 @@ class WebServer:
 
     def _arrived(self, conn: Conn) -> bool:
         """Take a request that came with its connection, as most do: one turn of the selector saved."""
-        try:
-            if not self._receive(conn):
-                return False
-        except HttpError:
-            pass  # a worker finds the same and answers it
-        except (OSError, EOFError):
-            conn.close()
-            self._count -= 1
+        if self._advance_plain(conn):
+            self._hand_over(conn)
             return True
-        self._hand_over(conn)
-        return True
+        return conn.phase is Phase.CLOSED
 
     def _hand_over(self, conn: Conn) -> None:
         """A whole request is there: answer a scrape now, give the rest to a worker.
@@ -255,7 +248,8 @@ class WebServer:
         self._selector.unregister(conn)
 
     def _drop(self, conn: Conn) -> None:
-        self._unwait(conn)
+        if conn in self._waiting:
+            self._unwait(conn)
         conn.close()
         self._count -= 1
 
