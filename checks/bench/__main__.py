@@ -11,7 +11,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from checks.bench.subjects import Subject, free_port, kvwatch, median, nvitop
+from checks.bench.subjects import PROMETHEUS_ASKS, Subject, free_port, kvwatch, median, nvitop
 from tests.fakes.nvml import Scenario, build
 
 PAGES = Path("tests/fixtures/servers/vllm")
@@ -81,22 +81,18 @@ def _measure(subjects: list[Subject], args: argparse.Namespace) -> bool:
         time.sleep(args.seconds)
         for subject in subjects:
             cpu[subject.name].append(100 * (subject.cpu_s() - before[subject.name]) / args.seconds)
-    scrape: dict[str, list[float]] = {subject.name: [] for subject in subjects}
-    size = {}
-    for _ in range(args.scrapes):
-        for subject in subjects:
-            took_s, body = subject.scrape()
-            scrape[subject.name].append(1000 * took_s)
-            size[subject.name] = len(body)
-            time.sleep(2.0 / len(subjects))
+    scrape, size = _scrapes(subjects, args.scrapes, b"")
+    asked, _ = _scrapes(subjects, args.scrapes, PROMETHEUS_ASKS)
     memory = {subject.name: subject.pss_mib() for subject in subjects}
     own, other = (subject.name for subject in subjects)
     print(f"\n{args.gpus} idle GPUs, CPU windows of {args.seconds:g} s")
-    print("scrapes 2 s apart, so all are cold; connections are kept where the server keeps them")
+    print("scrapes 2 s apart, so all are cold; connections are kept where the server keeps them.")
+    print("Prometheus asks for OpenMetrics and gzip; both programs give both.")
     print(f"{'':28}{own:>18}{other:>18}{'ratio':>8}   bound")
     rows = [
         ("CPU, % of a core (median)", median(cpu[own]), median(cpu[other]), 1.0, None),
         ("/metrics p50, ms", median(scrape[own]), median(scrape[other]), 1 / 3, None),
+        ("the same as Prometheus asks", median(asked[own]), median(asked[other]), 1 / 3, None),
         ("PSS of all processes, MiB", memory[own], memory[other], None, 45.0),
         ("page, bytes", float(size[own]), float(size[other]), None, None),
     ]
@@ -108,6 +104,21 @@ def _measure(subjects: list[Subject], args: argparse.Namespace) -> bool:
         print(f"{label:28}{mine:18.2f}{theirs:18.2f}{mine / theirs:8.2f}   {said}{verdict}")
         good &= holds
     return good
+
+
+def _scrapes(
+    subjects: list[Subject], count: int, fields: bytes
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Milliseconds of each scrape and the size of the last page, by program; each waits 2 s for its next."""
+    took_ms: dict[str, list[float]] = {subject.name: [] for subject in subjects}
+    size: dict[str, int] = {}
+    for _ in range(count):
+        for subject in subjects:
+            took_s, body = subject.scrape(fields)
+            took_ms[subject.name].append(1000 * took_s)
+            size[subject.name] = len(body)
+            time.sleep(2.0 / len(subjects))
+    return took_ms, size
 
 
 def _hang(subjects: list[Subject], hardware: Scenario) -> bool:

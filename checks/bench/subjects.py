@@ -15,6 +15,12 @@ from tests.fakes.nvml import environment
 
 ROOT = Path(__file__).parent.parent.parent
 TICKS = os.sysconf("SC_CLK_TCK")
+# The header lines a Prometheus 2.42 sends with every scrape.
+PROMETHEUS_ASKS = (
+    b"Accept: application/openmetrics-text;version=1.0.0,"
+    b"application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1\r\n"
+    b"Accept-Encoding: gzip\r\nUser-Agent: Prometheus/2.42.0\r\nX-Prometheus-Scrape-Timeout-Seconds: 10\r\n"
+)
 
 
 def free_port() -> int:
@@ -31,6 +37,7 @@ class Subject:
         self.name = name
         self.port = port
         self._connection: socket.socket | None = None
+        self._buffer = bytearray(4 * 1024 * 1024)  # made once: a new one each time would be timed along
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=os.environ | env, stdout=stream, stderr=subprocess.STDOUT
@@ -48,46 +55,51 @@ class Subject:
                 time.sleep(0.1)
         raise RuntimeError(f"{self.name} did not start:\n{self._log.read_text(errors='replace')[-2000:]}")
 
-    def scrape(self) -> tuple[float, bytes]:
-        """Seconds and body of one scrape, asked as Prometheus asks: HTTP/1.1, the connection kept if the
-        server keeps it, made anew (and counted) if not."""
+    def scrape(self, fields: bytes = b"") -> tuple[float, bytes]:
+        """Seconds to the last byte, and the body, of one scrape: HTTP/1.1, the connection kept if the server
+        keeps it, made anew (and counted) if not; `fields` are header lines to send along."""
         begun = time.perf_counter()
         try:
-            head, body, kept = self._ask()
+            head, body, done, kept = self._ask(fields)
         except (OSError, ValueError):
             self._close()  # the server had closed a kept connection meanwhile
-            head, body, kept = self._ask()
-        took_s = time.perf_counter() - begun
+            head, body, done, kept = self._ask(fields)
         if not kept:
             self._close()
         if b" 200 " not in head.split(b"\r\n", 1)[0]:
             raise OSError(f"{self.name} answered {head[:80]!r}")
-        return took_s, body
+        return done - begun, body
 
-    def _ask(self) -> tuple[bytes, bytes, bool]:
-        """Head, body, and whether the connection can be used again."""
+    def _ask(self, fields: bytes) -> tuple[bytes, bytes, float, bool]:
+        """Head, body, when its last byte was here, and whether the connection can be used again."""
         if self._connection is None:
             self._connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
         connection = self._connection
-        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        received = b""
-        while b"\r\n\r\n" not in received:
-            received += self._piece(connection)
-        head, _, body = received.partition(b"\r\n\r\n")
-        fields = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:])
-        pieces, missing = [body], int(fields[b"content-length"]) - len(body)
-        while missing > 0:
-            pieces.append(self._piece(connection))
-            missing -= len(pieces[-1])
-        kept = head.startswith(b"HTTP/1.1") and fields.get(b"connection") != b"close"
-        return head, b"".join(pieces), kept
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n" + fields + b"\r\n")
+        filled, end, told = 0, 0, {}
+        while not end or filled < end:
+            filled += self._piece(connection, filled)
+            if not end:
+                end, told = self._length(filled)
+        done = time.perf_counter()
+        head, _, body = bytes(self._buffer[:end]).partition(b"\r\n\r\n")
+        kept = head.startswith(b"HTTP/1.1") and told.get(b"connection") != b"close"
+        return head, body, done, kept
 
-    @staticmethod
-    def _piece(connection: socket.socket) -> bytes:
-        piece = connection.recv(262144)
-        if not piece:
+    def _length(self, filled: int) -> tuple[int, dict[bytes, bytes]]:
+        """Length of the whole answer, and its headers; 0 while they are not all here."""
+        head, found, _ = bytes(self._buffer[: min(filled, 8192)]).partition(b"\r\n\r\n")
+        if not found:
+            return 0, {}
+        told = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:])
+        return len(head) + 4 + int(told[b"content-length"]), told
+
+    def _piece(self, connection: socket.socket, filled: int) -> int:
+        """Bytes that came now, put behind those that came before."""
+        size = connection.recv_into(memoryview(self._buffer)[filled:])
+        if not size:
             raise ConnectionResetError("closed in the middle")
-        return piece
+        return size
 
     def _close(self) -> None:
         if self._connection is not None:

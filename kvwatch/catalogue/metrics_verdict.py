@@ -91,7 +91,7 @@ class Labels:
                 self.seconds[place] = (row[0], spent)
 
 
-Folded = dict[Labels, list[Verdict]]
+Folded = list[tuple[Labels, list[Verdict]]]
 _LABELS: dict[tuple[str, ...], Labels] = {}
 
 
@@ -106,21 +106,45 @@ def _labels(verdict: Verdict) -> Labels:
     return known
 
 
+class Shape:
+    """Which verdicts fold into which labels; the same from report to report until scopes come or go."""
+
+    __slots__ = ("groups", "rules", "scopes")
+
+    def __init__(self, verdicts: Sequence[Verdict]) -> None:
+        self.scopes = [verdict.scope for verdict in verdicts]
+        self.rules = [verdict.rule for verdict in verdicts]
+        places: dict[Labels, list[int]] = {}
+        for place, verdict in enumerate(verdicts):
+            places.setdefault(_labels(verdict), []).append(place)
+        self.groups = list(places.items())
+
+    def fits(self, verdicts: Sequence[Verdict]) -> bool:
+        """Whether these verdicts are about the same, in the same order."""
+        return [v.scope for v in verdicts] == self.scopes and [v.rule for v in verdicts] == self.rules
+
+
+_shape = Shape(())
+
+
 def _fold(report: TickReport) -> Folded:
-    groups: Folded = {}
-    for verdict in report.verdicts:
-        groups.setdefault(_labels(verdict), []).append(verdict)
-    for verdicts in groups.values():
-        if len(verdicts) > 1:
-            verdicts.sort(key=_badness, reverse=True)
-    return groups
+    global _shape
+    verdicts, shape = report.verdicts, _shape
+    if not shape.fits(verdicts):
+        _shape = shape = Shape(verdicts)
+    return [
+        (labels, [verdicts[places[0]]])
+        if len(places) == 1
+        else (labels, sorted([verdicts[place] for place in places], key=_badness, reverse=True))
+        for labels, places in shape.groups
+    ]
 
 
 folded = PerReport(_fold)
 """Verdicts by their labels, worst first; scopes that differ by source alone share labels."""
 
 
-_worst_of = PerReport(lambda report: [(labels, verdicts[0]) for labels, verdicts in folded(report).items()])
+_worst_of = PerReport(lambda report: [(labels, verdicts[0]) for labels, verdicts in folded(report)])
 
 
 def _badness(verdict: Verdict) -> tuple[int, float]:
@@ -147,7 +171,7 @@ def _level_seconds(report: TickReport) -> list[Row]:
     """Seconds per level; of folded scopes the longest bad and the shortest green time: none ever shrinks."""
     now_s = report.clock.mono_s
     rows: list[Row] = []
-    for labels, verdicts in folded(report).items():
+    for labels, verdicts in folded(report):
         if len(verdicts) == 1:
             labels.spend(verdicts[0], now_s)
         else:
@@ -164,10 +188,9 @@ def _folded_seconds(verdicts: list[Verdict], now_s: float) -> list[float]:
     ]
 
 
-# The level too where thresholds are told: of scopes that fold into one series the worst speaks.
-_rule_facts = Facts(
-    lambda report: [(v.rule, v.scope, v.level, v.yellow, v.red, v.value) for v in report.verdicts]
-)
+_levels = Facts(lambda report: [(labels, worst.level) for labels, worst in _worst_of(report)])
+_bounds = Facts(lambda report: [(labels, worst.yellow, worst.red) for labels, worst in _worst_of(report)])
+_values = Facts(lambda report: [(labels, worst.value) for labels, worst in _worst_of(report)])
 
 
 def _limits(pick: Callable[[LimitReport], float | None]) -> Reader:
@@ -232,21 +255,21 @@ RULES = (
     gauge(
         "rule_level",
         "Level of a rule: -1 unknown, 0 green, 1 yellow, 2 red.",
-        kept(_rule_facts, _worst(lambda v: v.level.value)),
+        kept(_levels, _worst(lambda v: v.level.value)),
         *SCOPE,
         "rule",
     ),
     gauge(
         "rule_value",
         "The value that a rule judges, in its own unit.",
-        kept(_rule_facts, _worst(lambda v: v.value)),
+        kept(_values, _worst(lambda v: v.value)),
         *SCOPE,
         "rule",
     ),
     gauge(
         "rule_threshold",
         "The thresholds of a rule, in its own unit.",
-        kept(_rule_facts, _thresholds),
+        kept(_bounds, _thresholds),
         *SCOPE,
         "rule",
         "level",

@@ -8,7 +8,7 @@ Formats: text 0.0.4 and OpenMetrics 1.0.0.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import nan
 
 from kvwatch import __version__
@@ -34,10 +34,10 @@ def go_float(value: float) -> str:
         number = float(value)
     except OverflowError:  # an int beyond every float
         return "+Inf" if value > 0 else "-Inf"
-    if -1e6 < number < 1e6 and number == int(number):
-        return f"{number:.0f}"
+    if -1e6 < number < 1e6:
+        return f"{number:.0f}" if number.is_integer() else repr(number)
     text = repr(number)
-    if -1e6 < number < 1e6 or "e" in text:
+    if "e" in text:
         return text
     if text[-1] in "fn":
         return {"inf": "+Inf", "-inf": "-Inf"}.get(text, "NaN")
@@ -57,6 +57,11 @@ def openmetrics_float(value: float) -> str:
     """The same with a decimal point or an exponent, as Go's OpenMetrics writer prints it."""
     text = go_float(value)
     return text if "." in text or "e" in text or text[-1] in "fN" else f"{text}.0"
+
+
+def seconds(value: float) -> str:
+    """Counted seconds to the millisecond: a third of the time that every digit takes, and nobody's loss."""
+    return f"{value:.3f}"
 
 
 def readable(value: str) -> str:
@@ -111,7 +116,7 @@ class Family:
     Not for two threads at once (`Page` sees to that).
     """
 
-    __slots__ = ("_heads", "_last", "_pages", "_round", "_series", "labels", "name")
+    __slots__ = ("_heads", "_last", "_numbers", "_pages", "_round", "_series", "labels", "name")
 
     def __init__(self, name: str, kind: MetricKind, text: str, labels: tuple[str, ...], unit: str) -> None:
         self.name = name
@@ -125,6 +130,9 @@ class Family:
         unit_line = f"# UNIT {family} {unit}\n" if unit and family.endswith(f"_{unit}") else ""
         kind_text = _OPENMETRICS_TYPES.get(kind, kind.value)
         openmetrics_head = f"# HELP {family} {text}\n# TYPE {family} {kind_text}\n{unit_line}"
+        self._numbers: dict[bool, Callable[[float], str]] = {False: go_float, True: openmetrics_float}
+        if kind is MetricKind.COUNTER and unit == "seconds":
+            self._numbers = {False: seconds, True: seconds}
         self._heads = {False: text_head, True: openmetrics_head}
         self._pages = {openmetrics: LastPage(head) for openmetrics, head in self._heads.items()}
 
@@ -138,6 +146,11 @@ class Family:
         """How many series' texts are kept."""
         return sum(len(known) for known in self._series.values())
 
+    def write_one(self, value: float, *, openmetrics: bool) -> str:
+        """The one sample of a metric without labels, with its head."""
+        number = self._numbers[openmetrics]
+        return f"{self._heads[openmetrics]}{self.name} {number(value)}\n"
+
     def write(self, rows: Iterable[Row], *, openmetrics: bool) -> str:
         """All samples of this metric with their head; "" when there is none.
 
@@ -147,6 +160,8 @@ class Family:
         if rows is kept:  # a reader that keeps its list says so that nothing changed (`kept`)
             return text
         listed = list(rows)
+        if not listed:  # as most metrics on most hosts
+            return ""
         found = self._same_series(listed, openmetrics=openmetrics)
         text = self._text(listed, openmetrics=openmetrics) if found is None else found
         self._last[openmetrics] = (rows if isinstance(rows, list) else None, text)
@@ -158,7 +173,7 @@ class Family:
         labels, numbers, lines = page.labels, page.numbers, page.lines
         if len(rows) != len(labels):
             return None
-        number = openmetrics_float if openmetrics else go_float
+        number = self._numbers[openmetrics]
         known = page.rows
         for place, row in enumerate(rows):
             if row is known[place]:  # a reader that keeps single rows says so of each
@@ -176,7 +191,7 @@ class Family:
         return "".join(lines) if rows else ""
 
     def _text(self, rows: list[Row], *, openmetrics: bool) -> str:
-        number = openmetrics_float if openmetrics else go_float
+        number = self._numbers[openmetrics]
         known = self._series[openmetrics]
         self._round = now = self._round + 1
         page = LastPage(self._heads[openmetrics])
@@ -220,7 +235,7 @@ class Page:
     def render(self, report: TickReport | None, *, openmetrics: bool) -> bytes:
         """The page for one report; before the first one, what kvwatch knows of itself."""
         with self._lock:
-            parts = [self._process[n].write([((), v)], openmetrics=openmetrics) for n, v in readings()]
+            parts = [self._process[n].write_one(v, openmetrics=openmetrics) for n, v in readings()]
             if report is None:
                 parts.append(self._build.write([((__version__,), 1.0)], openmetrics=openmetrics))
             else:
