@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,18 +34,27 @@ class Page:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.samples = [
+
+    @cached_property
+    def samples(self) -> list[tuple[str, Labels, float]]:
+        """Name, labels and value of every sample."""
+        return self._parse(self.text)
+
+    def all(self, name: str, **labels: str) -> list[tuple[Labels, float]]:
+        """Every series of this name whose labels include these; only their lines are parsed."""
+        lines = [line for line in self.text.split("\n") if line.startswith((f"{name}{{", f"{name} "))]
+        return [
+            (found, value)
+            for _, found, value in self._parse("\n".join([*lines, ""]))
+            if all(found.get(key) == text for key, text in labels.items())
+        ]
+
+    @staticmethod
+    def _parse(text: str) -> list[tuple[str, Labels, float]]:
+        return [
             (sample.name, sample.labels, sample.value)
             for family in text_string_to_metric_families(text)
             for sample in family.samples
-        ]
-
-    def all(self, name: str, **labels: str) -> list[tuple[Labels, float]]:
-        """Every series of this name whose labels include these."""
-        return [
-            (found, value)
-            for sample, found, value in self.samples
-            if sample == name and all(found.get(key) == text for key, text in labels.items())
         ]
 
     def get(self, name: str, **labels: str) -> float | None:

@@ -1,15 +1,26 @@
-"""Bounded load on an OpenAI-style completions server on loopback (standard library only)."""
+"""Bounded load on an OpenAI-style completions server on loopback (standard library only).
+
+`Load` runs this module as a process of its own: its clients must not share an interpreter with the
+reader and the recorder, whose deadlines they would make late.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import string
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+REQUEST_DEADLINE_S = 90
 
 
 class Load:
@@ -28,26 +39,57 @@ class Load:
         if not base.startswith("http://127.0.0.1:"):
             raise ValueError("load goes to loopback only")
         self.outcomes: Counter[str] = Counter()
-        self._base, self._prompt, self._generate = base, prompt, generate
-        self._left = total
-        self._end_s = time.monotonic() + seconds
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._client, daemon=True) for _ in range(concurrency)]
+        numbers = (concurrency, total, prompt, generate, seconds)
+        self._command = [sys.executable, "-m", "checks.engines.load", base, *map(str, numbers)]
+        self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> Load:
         """Begin; returns itself."""
-        for thread in self._threads:
-            thread.start()
+        self._process = subprocess.Popen(
+            self._command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         return self
 
     def stop(self) -> None:
-        """Send no further request."""
-        self._end_s = 0.0
+        """Send no further request; those under way are waited for."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.stdin = None
 
     def join(self, seconds: float) -> None:
-        """Wait for the clients."""
-        for thread in self._threads:
-            thread.join(seconds)
+        """Wait for the clients, and count what came of their requests."""
+        assert self._process is not None
+        try:
+            said, _ = self._process.communicate(timeout=seconds)
+            self.outcomes.update(json.loads(said))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(5)
+
+
+class Clients:
+    """The threads of the load's own process."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._args = args
+        self._left = args.total
+        self._end_s = time.monotonic() + args.seconds
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Until all is sent, the time is over or the starter has closed our standard input."""
+        threads = [threading.Thread(target=self._client, daemon=True) for _ in range(self._args.concurrency)]
+        threading.Thread(target=self._watch_input, daemon=True).start()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _watch_input(self) -> None:
+        sys.stdin.read()
+        self._end_s = 0.0
 
     def _client(self) -> None:
         while time.monotonic() < self._end_s:
@@ -61,13 +103,15 @@ class Load:
                 self.outcomes[outcome] += 1
 
     def _request(self, number: int) -> str:
-        text = "".join(random.Random(number).choices(string.ascii_lowercase, k=self._prompt))
-        body = {"model": "tiny", "prompt": text, "max_tokens": self._generate, "ignore_eos": True}
+        text = "".join(random.Random(number).choices(string.ascii_lowercase, k=self._args.prompt))
+        body = {"model": "tiny", "prompt": text, "max_tokens": self._args.generate, "ignore_eos": True}
         request = urllib.request.Request(
-            f"{self._base}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{self._args.base}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=90) as reply:
+            with urllib.request.urlopen(request, timeout=REQUEST_DEADLINE_S) as reply:
                 reply.read()
                 return str(reply.status)
         except urllib.error.HTTPError as error:
@@ -75,3 +119,19 @@ class Load:
             return str(error.code)
         except OSError as error:
             return type(error).__name__
+
+
+def main() -> None:
+    """Run the clients and print what came of their requests, as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("base")
+    for name in ("concurrency", "total", "prompt", "generate"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("seconds", type=float)
+    clients = Clients(parser.parse_args())
+    clients.run()
+    print(json.dumps(clients.outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,59 +1,101 @@
-"""A proxy that keeps every metrics page it hands on, so that "at the same instant" can be checked exactly."""
+"""A proxy that keeps every metrics page it hands on, so that "at the same instant" can be checked exactly.
+
+`Recorder` runs this module as a process of its own, for the same reason as the load.
+"""
 
 from __future__ import annotations
 
-import threading
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+FORWARD_DEADLINE_S = 5
 
 
 class Recorder:
-    """Forwards GET requests to `target`; keeps (Unix seconds, body) of each good /metrics answer."""
+    """Forwards GET requests to `target`; keeps each good /metrics answer as a file in `folder`."""
 
-    def __init__(self, target: str) -> None:
-        self.pages: list[tuple[float, bytes]] = []
-        recorder = self
+    def __init__(self, target: str, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "checks.engines.recorder", target, str(folder)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+    def last(self) -> tuple[str, float, str] | None:
+        """Name, Unix seconds and text of the newest page; None before the first."""
+        newest = max(self._folder.glob("*.prom"), default=None)
+        if newest is None:
+            return None
+        return newest.name, float(newest.stem.partition("-")[2]), newest.read_text()
 
-            def do_GET(self) -> None:
-                recorder._forward(self)
+    def close(self) -> None:
+        """Stop listening."""
+        self._process.terminate()
+        self._process.wait(5)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
-            def log_message(self, *_: object) -> None:
-                return
 
-        self.target = target
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+class Handler(BaseHTTPRequestHandler):
+    """One reader's connection."""
 
-    def _forward(self, handler: BaseHTTPRequestHandler) -> None:
+    protocol_version = "HTTP/1.1"
+    target = ""
+    folder = Path()
+
+    def do_GET(self) -> None:
+        """Ask the server the same and hand its answer on; a server that fails is a connection that ends."""
         try:
-            with urllib.request.urlopen(self.target + handler.path, timeout=5) as reply:
+            with urllib.request.urlopen(self.target + self.path, timeout=FORWARD_DEADLINE_S) as reply:
                 body, status = reply.read(), reply.status
                 kind = reply.headers.get("Content-Type", "text/plain")
         except urllib.error.HTTPError as error:
             body, status, kind = error.read(), error.code, "text/plain"
         except OSError:
-            handler.close_connection = True
-            handler.connection.close()
+            self.close_connection = True
+            self.connection.close()
             return
-        if handler.path == "/metrics" and status == 200:
-            self.pages.append((time.time(), body))
+        if self.path == "/metrics" and status == 200:
+            self._keep(body)
         try:
-            handler.send_response(status)
-            handler.send_header("Content-Type", kind)
-            handler.send_header("Content-Length", str(len(body)))
-            handler.end_headers()
-            handler.wfile.write(body)
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
         except OSError:  # the reader's deadline has passed
-            handler.close_connection = True
+            self.close_connection = True
 
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
+    def _keep(self, body: bytes) -> None:
+        arriving = self.folder / "arriving"
+        arriving.write_bytes(body)
+        arriving.rename(self.folder / f"{time.monotonic_ns():020d}-{time.time():.6f}.prom")
+        for old in sorted(self.folder.glob("*.prom"))[:-20]:
+            old.unlink()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def main(target: str, folder: str) -> None:
+    """Serve until ended; the port is the only line on standard output."""
+    Handler.target, Handler.folder = target, Path(folder)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    print(server.server_address[1], flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
