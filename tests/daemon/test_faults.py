@@ -414,7 +414,7 @@ def test_servers_that_come_and_go_leave_nothing_behind(tmp_path: Path) -> None:
             def used() -> tuple[int, int]:
                 return len(list((process / "task").iterdir())), len(list((process / "fd").iterdir()))
 
-            daemon.until(lambda: up(daemon, "a11"), PATIENCE_S, "the servers")
+            daemon.until(lambda: all(up(daemon, f"a{i}") for i in range(12)), PATIENCE_S, "the servers")
             threads, descriptors = used()
             for turn in range(1, 7):
                 write(daemon.config, sets[turn % 2])
