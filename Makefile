@@ -4,10 +4,10 @@ VENV := .venv
 PY := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: help run test check lint test-engines test-chain bench gpu-check gen install uninstall clean
+.PHONY: help run test check lint test-engines test-chain test-dashboards bench flood soak chaos gpu-check gen install uninstall clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 $(VENV)/.run: pyproject.toml tools/venv.sh
 	@tools/venv.sh $(VENV)
@@ -40,9 +40,23 @@ test-chain: $(VENV)/.dev ## real Prometheus and Alertmanager, from the demo to a
 	@tools/tools.sh
 	@$(PY) -m pytest checks/chain $(ARGS)
 
+test-dashboards: $(VENV)/.dev ## every dashboard query on a real Prometheus that has scraped every demo (a minute)
+	@tools/tools.sh
+	@$(PY) -m pytest checks/dashboards $(ARGS)
+
 bench: $(VENV)/.dev ## side by side with nvitop-exporter on the same fake NVML
 	@tools/tools.sh
 	@tools/bench.sh $(ARGS)
+
+flood: $(VENV)/.dev ## scrapes beside a thousand idle, dripping and half-greeting clients (a minute)
+	@$(PY) -m checks.endurance.flood $(ARGS)
+
+soak: $(VENV)/.dev ## 30 minutes of every story at ten times its speed: nothing may grow
+	@$(PY) -m checks.endurance.soak $(ARGS)
+
+chaos: $(VENV)/.dev ## 15 minutes of overlapping faults (ARGS="--seed 2"): nothing may be violated
+	@tools/tools.sh
+	@$(PY) -m checks.endurance.chaos $(ARGS)
 
 gpu-check: $(VENV)/.run ## one script under four minutes for a machine with an NVIDIA GPU
 	@$(PY) -m checks.gpu $(ARGS)

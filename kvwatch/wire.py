@@ -14,10 +14,12 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvwatch.model.action import Limit
+if TYPE_CHECKING:  # loaded inside servers: neither is worth its milliseconds there
+    from pathlib import Path
+
+    from kvwatch.model.action import Limit
 
 VERSION = 1
 MAX_TTL_S = 120.0
@@ -27,8 +29,7 @@ MAX_REASON = 64
 BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class Lease(NamedTuple):
     """One lease as it stands in the file. `ttl_s` seconds; `max_running` None: no cap."""
 
     server: str
@@ -43,6 +44,8 @@ class Lease:
     @property
     def limit(self) -> Limit:
         """What the lease imposes."""
+        from kvwatch.model.action import Limit
+
         return Limit(server=self.server, max_running=self.max_running, admit=self.admit, compact=self.compact)
 
 
@@ -58,7 +61,7 @@ class LeaseError(ValueError):
 def boot_id() -> str:
     """The kernel's identifier of this boot, or "" where it cannot be read."""
     try:
-        with open(BOOT_ID_FILE, encoding="ascii") as stream:
+        with open(BOOT_ID_FILE, encoding="utf-8") as stream:
             return stream.read().strip()
     except OSError:
         return ""

@@ -1,30 +1,24 @@
-"""The datagram: what an agent inside a server tells the daemon, once a second, in at most 16 KiB of JSON.
+"""The datagram's reading side: what an agent tells, once a second, in at most 16 KiB of JSON.
 
 Names are those of docs/agent.md. A reader trusts nothing: size, depth, types and ranges are checked
-here, before anything else sees the figures; who sent it is for the receiving socket to say.
+here, before anything else sees the figures; who sent it is for the receiving socket to say. The writing
+side is `wire_record`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvwatch.model.server import AgentState, AllocatorState, ArenaState, KvCacheState, SchedulerState
+from kvwatch.wire_record import MAX_ARENAS, MAX_BYTES, MAX_TEXT, VERSION
 
-VERSION = 1
 SOCKET_NAME = "agent.sock"
-MAX_BYTES = 16 * 1024
 MAX_DEPTH = 8
-MAX_ARENAS = 8
 MAX_COUNT = 2**53  # the largest whole number that every JSON reader keeps
 MAX_RANK = 65535
-MAX_TEXT = 120
-_LONGEST_ADDRESS = 107
 
 _SERVER = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}", re.ASCII)
 _BRACKETS = re.compile(rb"[\[\]{}]")
@@ -65,19 +59,6 @@ _ARENA = (
 Record = dict[str, object]
 
 
-@contextlib.contextmanager
-def address(path: str) -> Iterator[str]:
-    """The socket's path as the kernel takes it (at most 107 bytes), good inside the block. Raises OSError."""
-    if len(os.fsencode(path)) <= _LONGEST_ADDRESS:
-        yield path
-        return
-    folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
-    finally:
-        os.close(folder)
-
-
 class DatagramError(ValueError):
     """The content is no datagram of this version; it must change nothing."""
 
@@ -88,103 +69,6 @@ class Datagram:
 
     state: AgentState
     mono_s: float
-
-
-def encode(state: AgentState, mono_s: float) -> bytes:
-    """The bytes to send. Arenas are dropped, the smallest first, until it fits."""
-    record = _record(state, mono_s)
-    while True:
-        content = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
-        if len(content) <= MAX_BYTES or not _drop_arena(record):
-            return content
-
-
-def _drop_arena(record: Record) -> bool:
-    allocator = record.get("allocator")
-    arenas = allocator.get("arenas") if isinstance(allocator, dict) else None
-    if not arenas:
-        return False
-    arenas.pop()
-    return True
-
-
-def _record(state: AgentState, mono_s: float) -> Record:
-    record: Record = {
-        "v": VERSION,
-        "server": state.server,
-        "engine": int(state.engine),
-        "rank": state.rank,
-        "pid": state.pid,
-        "seq": state.seq,
-        "mono_s": round(mono_s, 3),
-    }
-    texts = {"gpu_uuid": state.gpu_uuid, "host": state.host, "limits": state.limits}
-    record |= {key: _plain(text) for key, text in texts.items() if text}
-    parts = {
-        "allocator": None if state.allocator is None else _allocator_record(state.allocator),
-        "kv": None if state.kv is None else _kv_record(state),
-        "scheduler": None if state.scheduler is None else _scheduler_record(state),
-    }
-    return record | {key: part for key, part in parts.items() if part is not None}
-
-
-def _plain(text: str) -> str:
-    """Text that every reader takes: printable ASCII, no brackets, cut."""
-    kept = (char if " " <= char <= "~" and char not in "[]{}" else " " for char in text[:MAX_TEXT])
-    return "".join(kept)
-
-
-def _present(pairs: Record) -> Record:
-    return {key: value for key, value in pairs.items() if value is not None}
-
-
-def _allocator_record(allocator: AllocatorState) -> Record:
-    names = (*_STATS, *_RATIOS, *_SECONDS)
-    record = _present({wire: getattr(allocator, field) for wire, field in names})
-    for wire, _ in (*_RATIOS, *_SECONDS):
-        value = record.get(wire)
-        if isinstance(value, float):
-            record[wire] = round(value, 6)
-    if allocator.arenas:
-        record["arenas"] = [
-            {
-                "name": _plain(arena.name),
-                "private": arena.private,
-                **{key: getattr(arena, key) for key in _ARENA},
-            }
-            for arena in allocator.arenas[:MAX_ARENAS]
-        ]
-    return record
-
-
-def _kv_record(state: AgentState) -> Record:
-    kv = state.kv or KvCacheState()
-    bytes_per_block = None
-    if kv.pool_bytes is not None and kv.num_blocks:
-        bytes_per_block = kv.pool_bytes // kv.num_blocks
-    return _present(
-        {
-            "num_blocks": kv.num_blocks,
-            "free_blocks": kv.free_blocks,
-            "evictable_blocks": kv.evictable_blocks,
-            "block_size": kv.block_size_tokens,
-            "tokens": kv.tokens,
-            "blocks_held": state.blocks_held,
-            "bytes_per_block": bytes_per_block,
-        }
-    )
-
-
-def _scheduler_record(state: AgentState) -> Record:
-    scheduler = state.scheduler or SchedulerState()
-    return _present(
-        {
-            "running": scheduler.running,
-            "waiting": scheduler.waiting,
-            "max_running": scheduler.max_running,
-            "effective_max_running": state.effective_max_running,
-        }
-    )
 
 
 def decode(content: bytes) -> Datagram:

@@ -4,8 +4,8 @@
 #   packaging/install.sh install   [--root DIR] [--no-start]
 #   packaging/install.sh uninstall [--root DIR] [--purge]
 #
-# install    makes a virtual environment in /opt/kvwatch, links /usr/local/bin/kvwatch to it, puts the unit, the
-#            service user and /run/kvwatch in place and an example beside /etc/kvwatch/kvwatch.yml, starts it.
+# install    makes a virtual environment in /opt/kvwatch, links /usr/local/bin/kvwatch to it and calls `kvwatch
+#            install-service`: units, users, /run/kvwatch, an example beside /etc/kvwatch/kvwatch.yml; starts it.
 #            Running it again upgrades; your configuration is never touched. Without one kvwatch watches what it
 #            finds when it starts; `kvwatch probe --write /etc/kvwatch/kvwatch.yml` writes that down.
 # uninstall  undoes that. /etc/kvwatch, /var/lib/kvwatch and the user stay, unless --purge.
@@ -49,7 +49,6 @@ relocate() {
 }
 
 make_venv() {
-    python=$(find_python)
     say "virtual environment: $root$prefix ($python)"
     "$python" -m venv "$root$prefix" || die "$python cannot make a virtual environment; on Debian: apt install python3-venv"
     # pip builds inside the folder it is given; a copy keeps the checkout clean and old builds out.
@@ -63,60 +62,30 @@ make_venv() {
     relocate
 }
 
-put() { # put MODE SOURCE TARGET
-    install -D -m "$1" "$2" "$root$3"
-    say "wrote $root$3"
+# Units, users and the example are `kvwatch install-service`'s business, with or without this script.
+service() {
+    PYTHONPATH="$here" PYTHONDONTWRITEBYTECODE=1 DESTDIR='' "$python" -P -m kvwatch install-service \
+        --prefix "$prefix" ${root:+--root "$root"} "$@"
 }
 
-put_files() {
-    put 0644 "$here/systemd/kvwatch.service" /etc/systemd/system/kvwatch.service
-    put 0644 "$here/systemd/kvwatch.sysusers.conf" /usr/lib/sysusers.d/kvwatch.conf
-    put 0644 "$here/systemd/kvwatch.tmpfiles.conf" /usr/lib/tmpfiles.d/kvwatch.conf
-    # An example only: a server that it names and that does not answer would page.
-    put 0644 "$here/packaging/kvwatch.yml" /etc/kvwatch/kvwatch.yml.example
-    [ ! -e "$root/etc/kvwatch/kvwatch.yml" ] || say "kept $root/etc/kvwatch/kvwatch.yml"
+link() {
     mkdir -p "$root/usr/local/bin"
     ln -sfn "$prefix/bin/kvwatch" "$root/usr/local/bin/kvwatch"
     say "linked $root/usr/local/bin/kvwatch"
 }
 
-enable_service() {
-    [ -z "$root" ] || return 0
-    systemd-sysusers /usr/lib/sysusers.d/kvwatch.conf
-    systemd-tmpfiles --create /usr/lib/tmpfiles.d/kvwatch.conf
-    if [ ! -d /run/systemd/system ]; then
-        say "systemd does not run here: nothing was started"
-        return 0
-    fi
-    systemctl daemon-reload
-    [ "$start" = yes ] || { say "start it with: systemctl enable --now kvwatch"; return 0; }
-    systemctl enable --quiet kvwatch
-    systemctl restart kvwatch
-    say "running; look at http://127.0.0.1:9843/ and: journalctl -u kvwatch"
-}
-
 do_install() {
+    python=$(find_python)
     [ "${KVWATCH_SKIP_VENV:-}" = 1 ] || make_venv
-    put_files
-    enable_service
+    link
+    if [ "$start" = yes ]; then service; else service --no-start; fi
 }
 
 do_uninstall() {
-    if [ -z "$root" ] && [ -d /run/systemd/system ]; then
-        systemctl disable --now --quiet kvwatch 2>/dev/null || true
-    fi
+    python=$(find_python)
+    if [ "$purge" = yes ]; then service --uninstall --purge; else service --uninstall; fi
     rm -rf "$root$prefix"
-    rm -f "$root/etc/systemd/system/kvwatch.service" "$root/usr/lib/sysusers.d/kvwatch.conf" \
-        "$root/usr/lib/tmpfiles.d/kvwatch.conf" "$root/etc/kvwatch/kvwatch.yml.example"
     [ ! -L "$root/usr/local/bin/kvwatch" ] || rm -f "$root/usr/local/bin/kvwatch"
-    [ -n "$root" ] || [ ! -d /run/systemd/system ] || systemctl daemon-reload
-    if [ "$purge" = yes ]; then
-        rm -rf "$root/etc/kvwatch" "$root/var/lib/kvwatch" "$root/run/kvwatch" "$root/etc/systemd/system/kvwatch.service.d"
-        [ -n "$root" ] || ! id kvwatch >/dev/null 2>&1 || userdel kvwatch
-        say "removed kvwatch, its configuration, state and user"
-    else
-        say "removed kvwatch; kept /etc/kvwatch and /var/lib/kvwatch (--purge removes them too)"
-    fi
 }
 
 [ $# -ge 1 ] || { usage >&2; exit 2; }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bench.sh: side-by-side figures; nvitop-exporter gets a virtual environment of its own.
+# bench.sh: side-by-side figures, then 64 servers at once; nvitop-exporter gets a virtual environment of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 other=${KVWATCH_BENCH_VENV:-.venv/bench-nvitop}
@@ -8,4 +8,7 @@ if [ ! -x "$other/bin/nvitop-exporter" ]; then
     "$tools_python" -m venv "$other"
     "$other/bin/pip" install --quiet --disable-pip-version-check nvitop-exporter
 fi
-exec .venv/bin/python -m checks.bench --nvitop "$other" "$@"
+good=0
+.venv/bin/python -m checks.bench --nvitop "$other" "$@" || good=1
+.venv/bin/python -m checks.bench.many || good=1
+exit $good

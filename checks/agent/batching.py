@@ -29,7 +29,7 @@ from kvwatch import wire
 from kvwatch.sources import agents
 
 ENGINES = Path(os.environ.get("KVWATCH_ENGINES_DIR", Path(__file__).parent.parent.parent / "engines-work"))
-REQUESTS = 60
+QUEUE = 24  # requests that are kept waiting or running, however fast this machine is
 PAGE = 32
 
 
@@ -73,15 +73,24 @@ class Run:
 
         def noted(agent: Any, processor: Any) -> Any:
             state = note(agent, processor)
-            self.pairs.append([[state.kv.tokens, state.blocks_held], counted(processor)])
+            self.pairs.append([[state["kv"]["tokens"], state["kv"]["blocks_held"]], counted(processor)])
             return state
 
         agent_module.ManagerAgent._note = noted  # type: ignore[method-assign]
         self.manager.start()
-        for index in range(REQUESTS):
-            prompt = [3 + (index * 7 + place) % 250 for place in range(60)]
+        self.added = self.done = self.failed = 0
+
+    @property
+    def open(self) -> int:
+        """Requests that have not come back."""
+        return self.added - self.done - self.failed
+
+    def feed(self) -> None:
+        """Keep the queue this long."""
+        while self.open < QUEUE:
+            prompt = [3 + (self.added * 7 + place) % 250 for place in range(60)]
             self.manager.add_request(prompt, max_new_tokens=120)
-        self.done = self.failed = 0
+            self.added += 1
 
     def lease(self, **limit: Any) -> None:
         self.seq = wire.next_seq(self.seq)
@@ -90,10 +99,14 @@ class Run:
             wire.Lease(server="cb", boot_id=wire.boot_id(), seq=self.seq, ttl_s=60, **limit),
         )
 
-    def watch(self, seconds: float, *, until: int | None = None) -> list[int]:
+    def watch(self, seconds: float, *, until: int | None = None, feed: bool = True) -> list[int]:
         """Active requests, as they are seen from outside, for so long or until so many."""
         seen, end_s = [], time.monotonic() + seconds
-        while time.monotonic() < end_s and self.done + self.failed < REQUESTS:
+        while time.monotonic() < end_s:
+            if feed:
+                self.feed()
+            elif not self.open:
+                break
             result = self.manager.get_result(timeout=0.02)
             if result is not None and result.is_finished():
                 self.done += result.error is None
@@ -118,8 +131,8 @@ def main() -> int:
     found["closed"] = max(run.watch(1), default=0)
     wire.clear(run.folder / "limits", "cb")
     found["open"] = max(run.watch(3), default=0)
-    run.watch(90)
-    found |= {"done": run.done, "failed": run.failed, "pairs": run.pairs}
+    run.watch(90, feed=False)
+    found |= {"added": run.added, "done": run.done, "failed": run.failed, "pairs": run.pairs}
     heard = [one.state for one in run.listening.receive(2.0)]
     found["told"] = [one.limits for one in heard][-1:]
     run.manager.stop(block=True)

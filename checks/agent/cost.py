@@ -7,6 +7,7 @@ Prints the agent's own microseconds a step (timed around it), and the whole step
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from checks.agent.harness import World
 from kvwatch import wire
 from kvwatch.agent.environment import Place
+from kvwatch.agent.guard import Guard
 from kvwatch.agent.limits import Limits
 from kvwatch.agent.publisher import Publisher
 from kvwatch.agent.vllm_scheduler import SchedulerAgent
@@ -38,6 +40,7 @@ def main(steps: int) -> int:
         pid=os.getpid(),
         version="0.32.0",
     )
+    guard = Guard()
     publisher = Publisher(place, engine=agent.read)
     publishing = {"on": False}
     publisher.engine = lambda: agent.read() if publishing["on"] else None
@@ -60,7 +63,15 @@ def main(steps: int) -> int:
                     )
                 began_s = time.perf_counter()
                 if phase != "without":
-                    agent.before_step(world.scheduler, time.monotonic())
+                    undo = functools.partial(agent.give_up, world.scheduler)
+                    guard.run(
+                        "limit",
+                        agent.before_step,
+                        world.scheduler,
+                        time.monotonic(),
+                        otherwise=None,
+                        mend=undo,
+                    )
                 spent_s = time.perf_counter() - began_s
                 own[phase].append(spent_s)
                 whole[phase].append(spent_s + world.step())
@@ -74,6 +85,9 @@ def main(steps: int) -> int:
         tail = sorted(own[phase])[int(len(own[phase]) * 0.99)] * 1e6
         step = statistics.median(whole[phase]) * 1e6
         print(f"{phase:>10}: agent mean {mean:6.2f} µs p99 {tail:7.1f} µs, schedule() median {step:7.0f} µs")
+    if guard.faults:
+        print(f"{guard.faults} faults inside the agent")
+        return 1
     return int(max(statistics.fmean(own[phase]) for phase in PHASES) > 20e-6)
 
 

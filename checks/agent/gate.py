@@ -112,15 +112,14 @@ def exact() -> list[list[dict[str, int | None]]]:
         for _ in range(7):
             held.step()
         state = held.agent._note(held.world.scheduler)
-        kv = state.kv
-        assert kv is not None
+        kv = state["kv"]
         told = {
-            "num": kv.num_blocks,
-            "used": kv.used_blocks,
-            "free": kv.free_blocks,
-            "evictable": kv.evictable_blocks,
-            "held": state.blocks_held,
-            "tokens": kv.tokens,
+            "num": kv["num_blocks"],
+            "used": kv["num_blocks"] - kv["free_blocks"] - kv["evictable_blocks"],
+            "free": kv["free_blocks"],
+            "evictable": kv["evictable_blocks"],
+            "held": kv["blocks_held"],
+            "tokens": kv["tokens"],
         }
         pairs.append([told, held.world.brute()])
     return pairs
@@ -136,10 +135,10 @@ def unknown() -> dict[str, object]:
         held.step()
     state = held.agent._note(held.world.scheduler)
     return {
-        "limits": state.limits,
+        "limits": state["limits"],
         "max": held.world.scheduler.max_num_active_reqs,
         "running": held.running,
-        "told": None if state.scheduler is None else state.scheduler.running,
+        "told": state["scheduler"]["running"],
     }
 
 

@@ -47,7 +47,7 @@ def test_limit_is_obeyed(found: dict[str, Any]) -> None:
 def test_admission_is_obeyed(found: dict[str, Any]) -> None:
     """Without admission the active ones finish and none starts; then all requests are served."""
     assert found["closed"] == 0
-    assert found["done"] == 60
+    assert found["done"] == found["added"] > 24
     assert found["failed"] == 0
     assert found["told"] == ["obeyed"]
 

@@ -89,3 +89,10 @@ def test_a_day_of_steps_leaves_nothing(found: dict[str, Any]) -> None:
 
     assert day["steps"] >= 24 * 3600 * 50
     assert day["grown_bytes"] < 256 * 1024, "pages, not a leak: one byte a step would be 4 MiB"
+
+
+def test_long_runs_through_the_plugins_entry_leave_nothing() -> None:
+    """Two hours and a half of steps, and whole steps of the real scheduler, grow nothing (steps.py)."""
+    ended = run("checks.agent.steps", "450000", "20")
+
+    assert ended.returncode == 0, ended.stdout[-3000:]

@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -24,7 +25,11 @@ REQUEST_DEADLINE_S = 90
 
 
 class Load:
-    """`total` requests from `concurrency` clients, ended after `seconds` at the latest."""
+    """`total` requests from `concurrency` clients, ended after `seconds` at the latest.
+
+    `body` goes into every request beside model, prompt and max_tokens. After `join`: what came of the
+    requests, and the tokens that the server said it had generated for them.
+    """
 
     def __init__(
         self,
@@ -35,12 +40,15 @@ class Load:
         prompt: int = 60,
         generate: int = 200,
         seconds: float = 90,
+        body: Mapping[str, object] | None = None,
     ) -> None:
         if not base.startswith("http://127.0.0.1:"):
             raise ValueError("load goes to loopback only")
         self.outcomes: Counter[str] = Counter()
+        self.generated = 0
         numbers = (concurrency, total, prompt, generate, seconds)
-        self._command = [sys.executable, "-m", "checks.engines.load", base, *map(str, numbers)]
+        extra = json.dumps({"ignore_eos": True} if body is None else dict(body))
+        self._command = [sys.executable, "-m", "checks.engines.load", base, *map(str, numbers), extra]
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> Load:
@@ -62,7 +70,9 @@ class Load:
         assert self._process is not None
         try:
             said, _ = self._process.communicate(timeout=seconds)
-            self.outcomes.update(json.loads(said))
+            told = json.loads(said)
+            self.outcomes.update(told["outcomes"])
+            self.generated = told["generated"]
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(5)
@@ -73,6 +83,7 @@ class Clients:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.outcomes: Counter[str] = Counter()
+        self.generated = 0
         self._args = args
         self._left = args.total
         self._end_s = time.monotonic() + args.seconds
@@ -98,13 +109,14 @@ class Clients:
                     return
                 self._left -= 1
                 number = self._left
-            outcome = self._request(number)
+            outcome, generated = self._request(number)
             with self._lock:
                 self.outcomes[outcome] += 1
+                self.generated += generated
 
-    def _request(self, number: int) -> str:
+    def _request(self, number: int) -> tuple[str, int]:
         text = "".join(random.Random(number).choices(string.ascii_lowercase, k=self._args.prompt))
-        body = {"model": "tiny", "prompt": text, "max_tokens": self._args.generate, "ignore_eos": True}
+        body = {"model": "tiny", "prompt": text, "max_tokens": self._args.generate, **self._args.body}
         request = urllib.request.Request(
             f"{self._args.base}/v1/completions",
             json.dumps(body).encode(),
@@ -112,13 +124,13 @@ class Clients:
         )
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_DEADLINE_S) as reply:
-                reply.read()
-                return str(reply.status)
+                answer = json.loads(reply.read())
+                return str(reply.status), int(answer["usage"]["completion_tokens"])
         except urllib.error.HTTPError as error:
             error.close()
-            return str(error.code)
+            return str(error.code), 0
         except OSError as error:
-            return type(error).__name__
+            return type(error).__name__, 0
 
 
 def main() -> None:
@@ -128,9 +140,10 @@ def main() -> None:
     for name in ("concurrency", "total", "prompt", "generate"):
         parser.add_argument(name, type=int)
     parser.add_argument("seconds", type=float)
+    parser.add_argument("body", type=json.loads)
     clients = Clients(parser.parse_args())
     clients.run()
-    print(json.dumps(clients.outcomes))
+    print(json.dumps({"outcomes": clients.outcomes, "generated": clients.generated}))
 
 
 if __name__ == "__main__":

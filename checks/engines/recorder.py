@@ -1,4 +1,4 @@
-"""A proxy that keeps every metrics page it hands on, so that "at the same instant" can be checked exactly.
+"""A proxy that keeps every good answer it hands on, so that "at the same instant" can be checked exactly.
 
 `Recorder` runs this module as a process of its own, for the same reason as the load.
 """
@@ -12,13 +12,23 @@ import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
 FORWARD_DEADLINE_S = 5
+KEEP = 20
+
+
+class Kept(NamedTuple):
+    """One answer: its file, when it was handed on in Unix time, and its text."""
+
+    name: str
+    at_s: float
+    text: str
 
 
 class Recorder:
-    """Forwards GET requests to `target`; keeps each good /metrics answer as a file in `folder`."""
+    """Forwards GET requests to `target`; keeps each good answer as a file in `folder`."""
 
     def __init__(self, target: str, folder: Path) -> None:
         folder.mkdir()
@@ -32,12 +42,19 @@ class Recorder:
         assert self._process.stdout is not None
         self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
 
-    def last(self) -> tuple[str, float, str] | None:
-        """Name, Unix seconds and text of the newest page; None before the first."""
-        newest = max(self._folder.glob("*.prom"), default=None)
-        if newest is None:
-            return None
-        return newest.name, float(newest.stem.partition("-")[2]), newest.read_text()
+    def last(self, *paths: str) -> dict[str, Kept] | None:
+        """The newest answer of each path; None while one has not come yet."""
+        found = {}
+        for path in paths:
+            newest = max(self._folder.glob(f"*{_suffix(path)}"), default=None)
+            if newest is None:
+                return None
+            at_s = float(newest.name.split("-")[1])
+            try:
+                found[path] = Kept(newest.name, at_s, newest.read_text())
+            except FileNotFoundError:  # newer ones have come since
+                return None
+        return found
 
     def close(self) -> None:
         """Stop listening."""
@@ -45,6 +62,10 @@ class Recorder:
         self._process.wait(5)
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+
+def _suffix(path: str) -> str:
+    return "-" + path.strip("/").replace("/", "_") + ".kept"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -66,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
             return
-        if self.path == "/metrics" and status == 200:
+        if status == 200:
             self._keep(body)
         try:
             self.send_response(status)
@@ -78,10 +99,11 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _keep(self, body: bytes) -> None:
-        arriving = self.folder / "arriving"
+        suffix = _suffix(self.path)
+        arriving = self.folder / f"arriving{suffix}.part"
         arriving.write_bytes(body)
-        arriving.rename(self.folder / f"{time.monotonic_ns():020d}-{time.time():.6f}.prom")
-        for old in sorted(self.folder.glob("*.prom"))[:-20]:
+        arriving.rename(self.folder / f"{time.monotonic_ns():020d}-{time.time():.6f}{suffix}")
+        for old in sorted(self.folder.glob(f"*{suffix}"))[:-KEEP]:
             old.unlink()
 
     def log_message(self, *_: object) -> None:

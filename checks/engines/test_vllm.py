@@ -4,103 +4,42 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from checks.engines.load import Load
-from checks.engines.recorder import Recorder
-from checks.engines.vllm import Vllm
-from tests.harness import Daemon, Page
+from checks.engines.vllm import Vllm, assert_same
+from checks.engines.watched import Watched, highest
 
 pytestmark = pytest.mark.timeout(900)
 
 CHAT = {"server": "chat", "engine": "0"}
-# kvwatch's name and labels, and the server's own series that it must equal.
-SAME = (
-    ("kvwatch_kv_usage_ratio", {}, "vllm:kv_cache_usage_perc"),
-    ("kvwatch_requests", {"state": "running"}, "vllm:num_requests_running"),
-    ("kvwatch_requests", {"state": "waiting"}, "vllm:num_requests_waiting"),
-    ("kvwatch_preemptions_total", {}, "vllm:num_preemptions_total"),
-)
-CONFIG = """
-gpus: {{source: none}}
-servers:
-  - {{name: chat, kind: vllm, url: "{url}", period: 1s, timeout: 900ms, slo: {{ttft_p95: 2s}}}}
-"""
 
 
-class Watched:
-    """A server, a recorder in front of it, and kvwatch reading through the recorder."""
-
-    def __init__(self, folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        self.folder = folder
-        self.arguments, self.environment = arguments, environment
-        self.server = Vllm(folder / "vllm.log", *arguments, environment=environment).wait()
-        self.recorder = Recorder(self.server.base, folder / "pages")
-        self.daemon = Daemon(folder / "kvwatch", CONFIG.format(url=self.recorder.url)).start()
-
-    def compare(self) -> Page:
-        """Read kvwatch's page when it stands on the server's last page, and compare the two."""
-        end_s = time.monotonic() + 30
-        while time.monotonic() < end_s:
-            before = self.recorder.last()
-            page = self.daemon.metrics()
-            read_at = page.get("kvwatch_source_last_success_timestamp_seconds", source="server/chat")
-            known = page.all("kvwatch_kv_usage_ratio", server="chat")  # a late poll leaves nothing to compare
-            quiet = known and before and self.recorder.last() == before
-            if quiet and before and read_at is not None and read_at > before[1]:
-                self._assert_same(page, before[2])
-                return page
-            time.sleep(0.05)
-        raise AssertionError("no quiet moment between two polls")
-
-    def _assert_same(self, page: Page, theirs: str) -> None:
-        own = {
-            (sample.name, sample.labels.get("engine", "0")): sample.value
-            for family in text_string_to_metric_families(theirs)
-            for sample in family.samples
-            if sample.name.startswith("vllm:")
-        }
-        engines = {engine for name, engine in own if name == "vllm:num_requests_running"}
-        assert engines
-        for engine in engines:
-            for name, labels, their_name in SAME:
-                seen = page.get(name, server="chat", engine=engine, **labels)
-                assert seen == own[their_name, engine], f"{name}{labels} of engine {engine}"
-
-    def follow(self, seconds: float) -> list[Page]:
-        """Compare for a while, at least five times."""
-        end_s = time.monotonic() + seconds
-        pages = []
-        while time.monotonic() < end_s or len(pages) < 5:
-            pages.append(self.compare())
-        return pages
-
-    def close(self) -> None:
-        try:
-            self.daemon.stop()
-        finally:
-            self.server.stop()
-            self.recorder.close()
+def watch(folder: Path, *arguments: str) -> Watched[Vllm]:
+    """vLLM and kvwatch beside it, whose every figure is compared."""
+    server = Vllm(folder / "vllm.log", *arguments)
+    return Watched(
+        folder,
+        server,
+        kind="vllm",
+        same=assert_same,
+        known="kvwatch_kv_usage_ratio",
+        more="slo: {ttft_p95: 2s}",
+    )
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched[Vllm]]:
     """One engine."""
-    watched = Watched(tmp_path_factory.mktemp("vllm-one"))
+    watched = watch(tmp_path_factory.mktemp("vllm-one"))
     yield watched
     watched.close()
 
 
-def highest(pages: list[Page], name: str, **labels: str) -> float:
-    return max(value for page in pages for _, value in page.all(name, **labels))
-
-
-def test_idle(one: Watched) -> None:
+def test_idle(one: Watched[Vllm]) -> None:
     """An idle server is up, empty and green."""
     page = one.follow(3)[-1]
 
@@ -110,7 +49,7 @@ def test_idle(one: Watched) -> None:
     assert page.get("kvwatch_rule_level", rule="kv_usage", server="chat", engine="0") == 0
 
 
-def test_load(one: Watched) -> None:
+def test_load(one: Watched[Vllm]) -> None:
     """Under light load every figure equals the server's own, and latencies appear."""
     load = Load(one.server.base, concurrency=3, total=200, generate=400).start()
     pages = one.follow(10)
@@ -123,7 +62,7 @@ def test_load(one: Watched) -> None:
     assert load.outcomes["200"] > 0
 
 
-def test_saturation(one: Watched) -> None:
+def test_saturation(one: Watched[Vllm]) -> None:
     """A full pool shows as usage near 1, requests waiting and preemptions, all as the server counts them."""
     load = Load(one.server.base, concurrency=14, total=400, generate=300).start()
     pages = one.follow(20)
@@ -137,7 +76,7 @@ def test_saturation(one: Watched) -> None:
     assert highest(pages, "kvwatch_rule_level", rule="kv_usage") >= 1
 
 
-def test_pause(one: Watched) -> None:
+def test_pause(one: Watched[Vllm]) -> None:
     """A server paused with requests in flight is stalled, and recovers when it resumes."""
     load = start_from_idle(one)
     one.server.post("/pause?mode=keep")
@@ -151,7 +90,7 @@ def test_pause(one: Watched) -> None:
     load.join(60)
 
 
-def test_hung_engine(one: Watched) -> None:
+def test_hung_engine(one: Watched[Vllm]) -> None:
     """An engine stopped under load keeps a 200 page with frozen gauges: kvwatch says stalled, not green."""
     load = start_from_idle(one)
     pids = one.server.engine_pids()
@@ -172,33 +111,28 @@ def test_hung_engine(one: Watched) -> None:
     load.join(60)
 
 
-def start_from_idle(watched: Watched) -> Load:
-    """Begin a load and wait until kvwatch has seen it (not the end of the one before)."""
-    watched.daemon.until(lambda: running(watched) == 0, 60, "the server to be idle")
-    load = Load(watched.server.base, concurrency=4, total=400, generate=400).start()
-    watched.daemon.until(lambda: running(watched) >= 3, 20, "requests to run")
+def start_from_idle(watched: Watched[Vllm]) -> Load:
+    """Begin a load of four and wait until kvwatch has seen it."""
+    load = Load(watched.server.base, concurrency=4, total=400, generate=400)
+    watched.start_from_idle(load, running=3)
     return load
 
 
-def stalled(watched: Watched) -> float | None:
+def stalled(watched: Watched[Vllm]) -> float | None:
     return watched.daemon.level("server_stalled", **CHAT)
 
 
-def running(watched: Watched) -> float:
-    return watched.daemon.metrics().get("kvwatch_requests", state="running", **CHAT) or 0
-
-
-def up(watched: Watched) -> set[float]:
+def up(watched: Watched[Vllm]) -> set[float]:
     return {value for _, value in watched.daemon.metrics().all("kvwatch_server_up", server="chat")}
 
 
-def test_kill_and_restart(one: Watched) -> None:
+def test_kill_and_restart(one: Watched[Vllm]) -> None:
     """A killed server is down and its figures are gone; a restarted one is read afresh from zero."""
     port = one.server.port
     one.server.kill()
     one.daemon.until(lambda: up(one) == {0.0}, 15, "down")
     one.daemon.until(lambda: not one.daemon.metrics().all("kvwatch_kv_usage_ratio"), 15, "no figures")
-    one.server = Vllm(one.folder / "vllm.log", *one.arguments, port=port).wait()
+    one.server = Vllm(one.folder / "vllm.log", port=port).wait()
     one.daemon.until(lambda: up(one) == {1.0}, 20, "up")
     page = one.follow(3)[-1]
 
@@ -207,11 +141,7 @@ def test_kill_and_restart(one: Watched) -> None:
 
 def test_two_engines(tmp_path: Path) -> None:
     """Two data-parallel engines are two series each, and each equals its own."""
-    watched = Watched(
-        tmp_path,
-        "--data-parallel-size",
-        "2",
-    )
+    watched = watch(tmp_path, "--data-parallel-size", "2")
     try:
         load = Load(watched.server.base, concurrency=24, total=400, generate=200).start()
         pages = watched.follow(15)

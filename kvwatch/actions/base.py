@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from kvwatch.model.action import ActionRequest, EventKind, Limit, Outcome
 from kvwatch.model.level import Level
 
-_NOT_ACTIONS = {"base"}
+_NOT_ACTIONS = {"base", "exec_client", "exec_run"}  # the last two are parts of exec
 
 
 class ActionError(Exception):

@@ -7,10 +7,7 @@ segment serves only its arena. Definitions (M1-M10) are in docs/agent.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from kvwatch.model.server import ArenaState
+from typing import Any, NamedTuple
 
 MIB = 1 << 20
 
@@ -31,31 +28,53 @@ MAX_ARENAS = 8
 Segment = Mapping[str, Any]
 
 
-@dataclass(slots=True)
-class _Arena:
-    """The sums of one arena while its segments are walked."""
+class Arena:
+    """The sums of one arena, in bytes."""
 
-    kind: str
-    stream: int
-    pool: tuple[int, int]
-    expandable: bool = False
-    reserved: int = 0
-    allocated: int = 0
-    active: int = 0
-    requested: int = 0
-    free: int = 0
-    largest: int = 0
-    releasable: int = 0
-    tail: int = 0  # free at the end of the last mapped range: grows into new pages
-    tail_releasable: int = 0
-    end: int = -1
+    __slots__ = (
+        "active_bytes", "allocated_bytes", "end", "expandable", "free_bytes", "kind", "largest_free_bytes",
+        "pool", "releasable_bytes", "requested_bytes", "reserved_bytes", "stream", "tail", "tail_releasable",
+    )  # fmt: skip
+
+    def __init__(self, kind: str, stream: int, pool: tuple[int, int]) -> None:
+        self.kind, self.stream, self.pool = kind, stream, pool
+        self.expandable = False
+        self.reserved_bytes = self.allocated_bytes = self.active_bytes = self.requested_bytes = 0
+        self.free_bytes = self.largest_free_bytes = self.releasable_bytes = 0
+        self.tail = 0  # free at the end of the last mapped range: grows into new pages
+        self.tail_releasable = 0
+        self.end = -1
+
+    @property
+    def private(self) -> bool:
+        """Whether this is a pool of its own (CUDA graphs): of no use to other allocations."""
+        return self.pool != DEFAULT_POOL
+
+    @property
+    def name(self) -> str:
+        """kind/stream, and the pool where it is a private one."""
+        name = f"{self.kind}/{self.stream}"
+        return f"{name}/{self.pool[0]}.{self.pool[1]}" if self.private else name
+
+    def record(self) -> dict[str, Any]:
+        """Under the datagram's names."""
+        return {
+            "name": self.name,
+            "private": self.private,
+            "reserved_bytes": self.reserved_bytes,
+            "allocated_bytes": self.allocated_bytes,
+            "active_bytes": self.active_bytes,
+            "requested_bytes": self.requested_bytes,
+            "largest_free_bytes": self.largest_free_bytes,
+            "free_bytes": self.free_bytes,
+            "releasable_bytes": self.releasable_bytes,
+        }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(NamedTuple):
     """What one snapshot says of one device. Private pools are apart: nobody else can use their blocks."""
 
-    arenas: tuple[ArenaState, ...]
+    arenas: tuple[Arena, ...]
     reserved_bytes: int  # of the default pool, as are the five below
     free_bytes: int
     releasable_bytes: int
@@ -83,15 +102,15 @@ class Layout:
         shared = [arena for arena in self.arenas if not arena.private]
         widest = max(shared, key=lambda arena: arena.free_bytes, default=None)
         little = min(LITTLE_BYTES, LITTLE_SHARE * self.reserved_bytes)
-        if widest is None or widest.free_bytes < little:
+        if widest is None or widest.free_bytes < little or not widest.free_bytes:
             return None
-        return widest.fragmentation_total_ratio
+        return 1.0 - widest.largest_free_bytes / widest.free_bytes
 
 
 def layout(segments: Iterable[Segment], device: int) -> Layout:
     """Sum one snapshot (`torch.cuda.memory_snapshot()`) of one device; raises nothing on odd entries but
     KeyError, TypeError and ValueError."""
-    found: dict[tuple[int, tuple[int, int], str], _Arena] = {}
+    found: dict[tuple[int, tuple[int, int], str], Arena] = {}
     blocks = 0
     for segment in segments:
         if int(segment.get("device", 0)) != device:
@@ -100,7 +119,7 @@ def layout(segments: Iterable[Segment], device: int) -> Layout:
         key = (int(segment["stream"]), pool, str(segment["segment_type"]))
         arena = found.get(key)
         if arena is None:
-            arena = found[key] = _Arena(key[2], key[0], pool)
+            arena = found[key] = Arena(key[2], key[0], pool)
         blocks += _add(arena, segment)
     return _sum(list(found.values()), blocks)
 
@@ -110,12 +129,12 @@ def _pool(segment: Segment) -> tuple[int, int]:
     return int(first), int(second)
 
 
-def _add(arena: _Arena, segment: Segment) -> int:
+def _add(arena: Arena, segment: Segment) -> int:
     """Walk one segment's blocks; how many there were."""
-    arena.reserved += int(segment["total_size"])
-    arena.allocated += int(segment["allocated_size"])
-    arena.active += int(segment["active_size"])
-    arena.requested += int(segment.get("requested_size", segment["allocated_size"]))
+    arena.reserved_bytes += int(segment["total_size"])
+    arena.allocated_bytes += int(segment["allocated_size"])
+    arena.active_bytes += int(segment["active_size"])
+    arena.requested_bytes += int(segment.get("requested_size", segment["allocated_size"]))
     expandable = bool(segment.get("is_expandable", False))
     arena.expandable = arena.expandable or expandable
     start = int(segment["address"])
@@ -126,13 +145,13 @@ def _add(arena: _Arena, segment: Segment) -> int:
         last_free = 0
         if block["state"] == "inactive":
             last_free = size
-            arena.free += size
-            arena.largest = max(arena.largest, size)
+            arena.free_bytes += size
+            arena.largest_free_bytes = max(arena.largest_free_bytes, size)
             if expandable:
-                arena.releasable += _whole_pages(offset, size, arena.kind)
+                arena.releasable_bytes += _whole_pages(offset, size, arena.kind)
         offset += size
     if not expandable and len(blocks) == 1 and last_free:
-        arena.releasable += last_free
+        arena.releasable_bytes += last_free
     if expandable and start > arena.end:
         arena.end = start
         arena.tail = last_free
@@ -148,36 +167,19 @@ def _whole_pages(offset: int, size: int, kind: str) -> int:
     return max(0, last - first) * page
 
 
-def _sum(arenas: list[_Arena], blocks: int) -> Layout:
-    shared = [arena for arena in arenas if arena.pool == DEFAULT_POOL]
+def _sum(arenas: list[Arena], blocks: int) -> Layout:
+    shared = [arena for arena in arenas if not arena.private]
     large = [arena for arena in shared if arena.kind != "small"]
-    states = sorted((_state(arena) for arena in arenas), key=lambda one: (-one.reserved_bytes, one.name))
     return Layout(
-        arenas=tuple(states[:MAX_ARENAS]),
-        reserved_bytes=sum(arena.reserved for arena in shared),
-        free_bytes=sum(arena.free for arena in shared),
-        releasable_bytes=sum(arena.releasable for arena in shared),
-        largest_free_bytes=max((arena.largest for arena in large), default=0),
+        arenas=tuple(sorted(arenas, key=lambda one: (-one.reserved_bytes, one.name))[:MAX_ARENAS]),
+        reserved_bytes=sum(arena.reserved_bytes for arena in shared),
+        free_bytes=sum(arena.free_bytes for arena in shared),
+        releasable_bytes=sum(arena.releasable_bytes for arena in shared),
+        largest_free_bytes=max((arena.largest_free_bytes for arena in large), default=0),
         growable_bytes=max((arena.tail - arena.tail_releasable for arena in large), default=0),
         expandable=any(arena.expandable for arena in arenas),
-        private_bytes=sum(arena.reserved for arena in arenas if arena.pool != DEFAULT_POOL),
+        private_bytes=sum(arena.reserved_bytes for arena in arenas if arena.private),
         blocks=blocks,
-    )
-
-
-def _state(arena: _Arena) -> ArenaState:
-    private = arena.pool != DEFAULT_POOL
-    name = f"{arena.kind}/{arena.stream}"
-    return ArenaState(
-        name=f"{name}/{arena.pool[0]}.{arena.pool[1]}" if private else name,
-        private=private,
-        reserved_bytes=arena.reserved,
-        allocated_bytes=arena.allocated,
-        active_bytes=arena.active,
-        requested_bytes=arena.requested,
-        largest_free_bytes=arena.largest,
-        free_bytes=arena.free,
-        releasable_bytes=arena.releasable,
     )
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 DEFAULT_RUNTIME = "/run/kvwatch"
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}", re.ASCII)
+_NAME = r"[a-z0-9][a-z0-9._-]{0,62}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(NamedTuple):
     """The server's name in kvwatch's configuration, the socket to send to, and the lease file to obey."""
 
     server: str
@@ -32,7 +31,7 @@ def place(server: str | None = None, environ: Mapping[str, str] = os.environ) ->
     name = server or environ.get("KVWATCH_SERVER", "")
     if not name:
         return None
-    if _NAME.fullmatch(name) is None:
+    if re.fullmatch(_NAME, name, re.ASCII) is None:
         raise PlaceError(f"KVWATCH_SERVER={name[:64]!r}: expected a name of a-z 0-9 . _ - as in kvwatch.yml")
     runtime = environ.get("KVWATCH_RUNTIME") or DEFAULT_RUNTIME
     return Place(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import sys
 import types
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 
 Then = Callable[[types.ModuleType], None]
 
@@ -14,7 +13,7 @@ Then = Callable[[types.ModuleType], None]
 def when_imported(name: str, then: Then) -> None:
     """Call `then` with the module once it has been imported: now if it has, else right after.
 
-    `then` must not raise: it runs inside the importing program.
+    `then` must not raise (see `guard`): it runs inside the importing program.
     """
     module = sys.modules.get(name)
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
@@ -27,15 +26,18 @@ def when_imported(name: str, then: Then) -> None:
     finder.waiting[name] = then
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the other finders find, and adds the call to the loader they found."""
+class _Finder:
+    """Lets the other finders find, and adds the call to the loader they found.
+
+    No `importlib.abc.MetaPathFinder`: that module brings in thirty others.
+    """
 
     def __init__(self) -> None:
         self.waiting: dict[str, Then] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         """The spec of a module somebody waits for; None for every other."""
         then = self.waiting.get(fullname)
         if then is None:
@@ -50,7 +52,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return None
 
 
-def _add(spec: importlib.machinery.ModuleSpec, then: Then) -> None:
+def _add(spec: ModuleSpec, then: Then) -> None:
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
     if execute is None:

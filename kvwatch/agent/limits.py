@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvwatch.wire import LeaseReader, clock_s
 
@@ -12,8 +12,7 @@ NO_ADMISSION_S = 120.0
 """`admit: false` ends after this long without a new number, whatever the lease says (contract)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(NamedTuple):
     """What is asked for now. The defaults are: nothing."""
 
     max_running: int | None = None

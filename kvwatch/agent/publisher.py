@@ -1,43 +1,36 @@
 """How does the server's state reach kvwatch? One daemon thread, one datagram a second, never in the way.
 
 Nothing here waits for anybody: no listener, a full socket or a missing directory cost one dropped
-datagram. A fault in reading the server is counted, told once in the log, and ends nothing.
+datagram. A fault in reading the server is counted, told in the log, and ends nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from kvwatch.agent.environment import Place
-from kvwatch.model.server import AgentState, AllocatorState
-from kvwatch.wire_datagram import address, encode
-
-log = logging.getLogger("kvwatch.agent")
+from kvwatch.agent.guard import Guard
+from kvwatch.wire_record import Record, address, encode
 
 PERIOD_S = 1.0
 RETRIES = 3
 RETRY_S = 0.03
+_OF_THE_ENGINE = ("kv", "scheduler")  # told once, with the first GPU
 
-T = TypeVar("T")
-Reader = Callable[[], AgentState | None]
-Memory = Callable[[], list[tuple[str, AllocatorState]]]
+Reader = Callable[[], Record | None]
+Memory = Callable[[], list[tuple[str, Record]]]
 
 
-@dataclass(slots=True)
 class Counters:
-    """What became of the datagrams, and how often reading the server failed."""
+    """What became of the datagrams."""
 
-    sent: int = 0
-    dropped: int = 0
-    faults: int = 0
+    def __init__(self) -> None:
+        self.sent = 0
+        self.dropped = 0
 
 
 class Sender:
@@ -95,8 +88,10 @@ class Publisher:
         rank: int = 0,
         engine_index: int = 0,
         host: str = "",
+        guard: Guard | None = None,
     ) -> None:
         self.counters = Counters()
+        self.guard = guard or Guard()
         self.engine = engine  # may be set later: vLLM makes its worker before its scheduler
         self._place = place
         self._memory = memory
@@ -108,7 +103,6 @@ class Publisher:
         self._seq = int(time.monotonic() * 1000)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._told: set[str] = set()
 
     def start(self) -> None:
         """Begin; a second call does nothing."""
@@ -126,64 +120,43 @@ class Publisher:
     def _run(self) -> None:
         due_s = time.monotonic()
         while not self._stop.is_set():
-            try:
-                self.publish()
-            except Exception as error:  # noqa: BLE001 - the guard: nothing may reach the host
-                self._fault(error)
+            self.guard.run("publish", self.publish, otherwise=None)
             due_s = max(due_s + PERIOD_S, time.monotonic())
             self._stop.wait(due_s - time.monotonic())
 
     def publish(self) -> None:
         """Read the server once and send what there is."""
         mono_s = time.monotonic()
-        for state in self._states():
+        for record in self._records():
             self._seq += 1
-            self._send(encode(replace(state, seq=self._seq), mono_s))
+            self._send(encode(record, seq=self._seq, mono_s=mono_s))
 
-    def _states(self) -> list[AgentState]:
-        told = None if self.engine is None else self._guarded(self.engine)
-        found = [] if self._memory is None else self._guarded(self._memory) or []
-        base = told or AgentState(
-            server=self._place.server,
-            engine=str(self._index),
-            rank=self._rank,
-            pid=os.getpid(),
-            seq=0,
-            host=self._host,
-        )
+    def _records(self) -> list[Record]:
+        told = self._told()
+        found = self._held()
+        base = told or {
+            "server": self._place.server,
+            "engine": self._index,
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "host": self._host,
+        }
         if not found:
             return [] if told is None else [told]
-        first = replace(base, gpu_uuid=found[0][0], allocator=found[0][1])
-        others = [
-            replace(
-                base,
-                rank=base.rank + offset,
-                gpu_uuid=uuid,
-                allocator=allocator,
-                kv=None,
-                scheduler=None,
-                effective_max_running=None,
-                blocks_held=None,
-            )
-            for offset, (uuid, allocator) in enumerate(found[1:], 1)
+        alone = {key: value for key, value in base.items() if key not in _OF_THE_ENGINE}
+        return [
+            (alone if offset else base)
+            | {"rank": base["rank"] + offset, "gpu_uuid": uuid, "allocator": allocator}
+            for offset, (uuid, allocator) in enumerate(found)
         ]
-        return [first, *others]
 
-    def _guarded(self, read: Callable[[], T]) -> T | None:
-        try:
-            return read()
-        except Exception as error:  # noqa: BLE001 - the guard: nothing may reach the host
-            self._fault(error)
-            return None
+    def _told(self) -> Record | None:
+        read = self.engine
+        return None if read is None else self.guard.run("read this server", read, otherwise=None)
 
-    def _fault(self, error: Exception) -> None:
-        """Count, and say each kind of fault once."""
-        self.counters.faults += 1
-        text = f"{type(error).__name__}: {error}"[:200]
-        if len(self._told) < 20 and text not in self._told:
-            self._told.add(text)
-            with contextlib.suppress(Exception):
-                log.warning("kvwatch agent: cannot read this server: %s", text)
+    def _held(self) -> list[tuple[str, Record]]:
+        read = self._memory
+        return [] if read is None else self.guard.run("read its memory", read, otherwise=[])
 
     def _send(self, content: bytes) -> None:
         """Send; where the listener is just busy, try again a few times within the second."""

@@ -11,11 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvwatch.agent.allocator import Layout, largest_allocatable, layout
-from kvwatch.model.server import AllocatorState
+from kvwatch.wire_record import Record
 
 SNAPSHOT_PERIOD_S = 10.0
 SNAPSHOT_MAX_BLOCKS = 10_000
@@ -23,6 +22,10 @@ SNAPSHOT_SHARE = 2000.0  # a snapshot of 5 ms every 10 s at the most; a slower o
 SNAPSHOT_STALE_S = 120.0
 COMPACT_SPACING_S = 60.0
 MAX_DEVICES = 16
+
+_BYTES = tuple(f"{name}_bytes.all.current" for name in ("allocated", "reserved", "active", "requested"))
+_COUNTS = ("num_alloc_retries", "num_ooms")
+_INACTIVE = "inactive_split_bytes.all.current"
 
 Clock = Callable[[], float]
 
@@ -42,11 +45,10 @@ class SnapshotGuard:
         self._next_s = now_s + max(SNAPSHOT_PERIOD_S, seconds * SNAPSHOT_SHARE)
 
 
-@dataclass(slots=True)
-class Compactions:
+class Compactions(NamedTuple):
     """What returning unused memory has cost, for every device of this process."""
 
-    count: int = 0
+    times: int = 0
     seconds: float = 0.0
     last_s: float = -COMPACT_SPACING_S
 
@@ -64,8 +66,8 @@ class TorchMemory:
         self._lock = threading.Lock()  # one compaction at a time
         self._compactions = Compactions()
 
-    def read(self) -> list[tuple[str, AllocatorState]]:
-        """(GPU's UUID, its allocator) for every GPU that this process holds memory on; empty without CUDA."""
+    def read(self) -> list[tuple[str, Record]]:
+        """(UUID, the datagram's `allocator`) of every GPU that this process holds memory on."""
         cuda = self._cuda()
         if cuda is None:
             return []
@@ -88,7 +90,7 @@ class TorchMemory:
             cuda.empty_cache()
             ended_s = self._clock()
             done = self._compactions
-            self._compactions = Compactions(done.count + 1, done.seconds + ended_s - began_s, ended_s)
+            self._compactions = Compactions(done.times + 1, done.seconds + ended_s - began_s, ended_s)
             self._layouts.clear()
             self._guards.clear()
             return True
@@ -104,23 +106,19 @@ class TorchMemory:
             return None
         return cuda
 
-    def _state(self, cuda: Any, device: int, stats: Mapping[str, int]) -> AllocatorState:
+    def _state(self, cuda: Any, device: int, stats: Mapping[str, int]) -> Record:
         now_s = self._clock()
         known = self._snapshot(cuda, device, stats, now_s)
-        expandable = known is not None and known[0].expandable
-        state = AllocatorState(
-            allocated_bytes=stats.get("allocated_bytes.all.current"),
-            reserved_bytes=stats.get("reserved_bytes.all.current"),
-            active_bytes=stats.get("active_bytes.all.current"),
-            requested_bytes=stats.get("requested_bytes.all.current"),
-            inactive_bytes=None if expandable else stats.get("inactive_split_bytes.all.current"),
-            num_alloc_retries=stats.get("num_alloc_retries"),
-            num_ooms=stats.get("num_ooms"),
-            weights_bytes=self.weights_bytes,
-            compactions_total=self._compactions.count,
-            compact_seconds_total=self._compactions.seconds,
-        )
-        return state if known is None else _with_layout(state, *known, now_s, _room(cuda, device, stats))
+        state: Record = {key: stats.get(key) for key in (*_BYTES, *_COUNTS)}
+        if known is None or not known[0].expandable:
+            state[_INACTIVE] = stats.get(_INACTIVE)
+        state["weights_bytes"] = self.weights_bytes
+        state["compactions"] = self._compactions.times
+        state["compact_s"] = self._compactions.seconds
+        if known is not None:
+            found, taken_s = known
+            state |= _blocks(_held(found, stats), _room(cuda, device, stats), now_s - taken_s)
+        return state
 
     def _snapshot(
         self, cuda: Any, device: int, stats: Mapping[str, int], now_s: float
@@ -163,30 +161,29 @@ def _room(cuda: Any, device: int, stats: Mapping[str, int]) -> tuple[int, int | 
     return int(free), int(fraction * total) - int(stats["reserved_bytes.all.current"])
 
 
-def _with_layout(
-    state: AllocatorState, found: Layout, taken_s: float, now_s: float, room: tuple[int, int | None]
-) -> AllocatorState:
-    """Add the block-level figures, held to what the counters of this second allow."""
-    unused = max(0, (state.reserved_bytes or 0) - (state.allocated_bytes or 0))
-    found = replace(
-        found,
+def _held(found: Layout, stats: Mapping[str, int]) -> Layout:
+    """The block-level figures, held to what the counters of this second allow."""
+    unused = max(0, (stats.get(_BYTES[1]) or 0) - (stats.get(_BYTES[0]) or 0))
+    return found._replace(
         releasable_bytes=min(found.releasable_bytes, unused),
         largest_free_bytes=min(found.largest_free_bytes, unused),
         growable_bytes=min(found.growable_bytes, unused),
     )
+
+
+def _blocks(found: Layout, room: tuple[int, int | None], age_s: float) -> Record:
     free_bytes, cap_bytes = room
-    return replace(
-        state,
-        largest_free_bytes=found.largest_free_bytes,
-        largest_allocatable_bytes=largest_allocatable(found, free_bytes, cap_bytes=cap_bytes),
-        releasable_bytes=found.releasable_bytes,
-        private_bytes=found.private_bytes,
-        fragmentation_soft_ratio=found.soft_ratio,
-        fragmentation_hard_ratio=found.hard_ratio,
-        fragmentation_total_ratio=found.total_ratio,
-        snapshot_age_s=now_s - taken_s,
-        arenas=found.arenas,
-    )
+    return {
+        "largest_free_bytes": found.largest_free_bytes,
+        "largest_allocatable_bytes": largest_allocatable(found, free_bytes, cap_bytes=cap_bytes),
+        "releasable_bytes": found.releasable_bytes,
+        "private_bytes": found.private_bytes,
+        "soft_ratio": found.soft_ratio,
+        "hard_ratio": found.hard_ratio,
+        "total_ratio": found.total_ratio,
+        "snapshot_age_s": age_s,
+        "arenas": [arena.record() for arena in found.arenas],
+    }
 
 
 def _uuid(cuda: Any, device: int) -> str:

@@ -12,7 +12,6 @@ their cache, and the engine clears `block_new_requests` whenever a request finis
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -22,11 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kvwatch.agent.environment import place
+from kvwatch.agent.guard import Guard
 from kvwatch.agent.limits import Limits, Wish
-from kvwatch.model.server import AgentState, KvCacheState, SchedulerState
+from kvwatch.wire_record import Record
 
-log = logging.getLogger("kvwatch.agent")
-
+GUARD = Guard()
 WAIT_S = 0.25
 _MARK = "_kvwatch_attached"
 
@@ -37,22 +36,22 @@ def attach(manager: Any, server: str | None = None, *, rank: int = 0) -> bool:
     `server` is its name in kvwatch's configuration (default: KVWATCH_SERVER). False when no server is
     named or the manager is not as expected; never raises.
     """
-    try:
-        here = place(server)
-        if here is None or getattr(manager, _MARK, None) is not None:
-            return False
-        from kvwatch.agent.publisher import Publisher
-        from kvwatch.agent.torch_memory import TorchMemory
+    return GUARD.run("attach to this manager", _attach, manager, server, rank, otherwise=False)
 
-        memory = TorchMemory()
-        agent = ManagerAgent(manager, Limits(here.lease, here.server), here.server, rank, memory.compact)
-        setattr(manager, _MARK, agent)
-        agent.hook()
-        Publisher(here, engine=agent.read, memory=memory.read, rank=rank, host=agent.host).start()
-        return True
-    except Exception as error:  # noqa: BLE001 - the guard: nothing may reach the host
-        log.warning("kvwatch agent: cannot attach to this manager: %r", error)
+
+def _attach(manager: Any, server: str | None, rank: int) -> bool:
+    here = place(server)
+    if here is None or getattr(manager, _MARK, None) is not None:
         return False
+    from kvwatch.agent.publisher import Publisher
+    from kvwatch.agent.torch_memory import TorchMemory
+
+    memory = TorchMemory()
+    agent = ManagerAgent(manager, Limits(here.lease, here.server), here.server, rank, memory.compact)
+    setattr(manager, _MARK, agent)
+    agent.hook()
+    Publisher(here, engine=agent.read, memory=memory.read, rank=rank, host=agent.host, guard=GUARD).start()
+    return True
 
 
 class ManagerAgent:
@@ -70,7 +69,7 @@ class ManagerAgent:
         self._compact = compact
         self._asked = False
         self._noted = threading.Event()
-        self._state: AgentState | None = None
+        self._state: Record | None = None
         self._refusal = ""
         self._scheduler: Any = None
 
@@ -88,48 +87,51 @@ class ManagerAgent:
         self._manager._create_batch_processor = create
 
     def _meet(self, processor: Any) -> None:
+        GUARD.run("limit this manager", self._wrap, processor, otherwise=None, mend=self._misfit)
+
+    def _wrap(self, processor: Any) -> None:
         """Put this agent's step before the scheduler's."""
-        try:
-            scheduler = processor.scheduler
-            if self._scheduler is scheduler:
-                return
-            self._scheduler = scheduler
-            if not isinstance(getattr(scheduler, "waiting_requests_order", None), deque):
-                self._refusal = f"the scheduler of {self.host} is not known"
-                return
-            original = scheduler.schedule_batch
+        scheduler = processor.scheduler
+        if self._scheduler is scheduler:
+            return
+        self._scheduler = scheduler
+        if not isinstance(getattr(scheduler, "waiting_requests_order", None), deque):
+            self._refusal = f"the scheduler of {self.host} is not known"
+            return
+        original = scheduler.schedule_batch
 
-            def schedule_batch(*args: Any, **kwargs: Any) -> Any:
-                hidden = self._before(processor)
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    if hidden:
-                        scheduler.waiting_requests_order.extend(hidden)
+        def schedule_batch(*args: Any, **kwargs: Any) -> Any:
+            hidden: list[Any] = GUARD.run(
+                "limit this step", self._before, processor, otherwise=[], mend=self._give_up
+            )
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if hidden:
+                    scheduler.waiting_requests_order.extend(hidden)
 
-            scheduler.schedule_batch = schedule_batch
-        except Exception as error:  # noqa: BLE001 - the guard
-            self._refusal = "the manager is not as expected"
-            log.warning("kvwatch agent: cannot limit this manager: %r", error)
+        scheduler.schedule_batch = schedule_batch
+
+    def _misfit(self) -> None:
+        self._refusal = "the manager is not as expected"
+
+    def _give_up(self) -> None:
+        self._refusal = self._refusal or "a fault inside the agent"
 
     def _before(self, processor: Any) -> list[Any]:
         """Before a step: the waiting requests that it must not see."""
-        try:
-            if self._asked:
-                self._asked = False
-                self._state = self._note(processor)
-                self._noted.set()
-            wish = self._limits.look(time.monotonic())
-            if self._limits.take_compaction():
-                self._compact()
-            return _hide(processor.scheduler, wish)
-        except Exception as error:  # noqa: BLE001 - the guard
-            if not self._refusal:
-                self._refusal = "a fault inside the agent"
-                log.warning("kvwatch agent: gives up limiting: %r", error)
+        if self._asked:
+            self._asked = False
+            self._state = self._note(processor)
+            self._noted.set()
+        if self._refusal:
             return []
+        wish = self._limits.look(time.monotonic())
+        if self._limits.take_compaction():
+            self._compact()
+        return _hide(processor.scheduler, wish)
 
-    def read(self) -> AgentState | None:
+    def read(self) -> Record | None:
         """The state as of the next step, or of now where no step comes; None before there is a scheduler."""
         processor = self._manager.batch_processor
         if processor is None:
@@ -142,28 +144,24 @@ class ManagerAgent:
             self._state = self._note(processor)
         return self._state
 
-    def _note(self, processor: Any) -> AgentState:
+    def _note(self, processor: Any) -> Record:
         scheduler = processor.scheduler
         own = getattr(scheduler, "max_requests_per_batch", None)
-        wish = self._limits.wish
-        kv, held = _kv(processor.cache, scheduler)
-        return AgentState(
-            server=self._server,
-            engine="0",
-            rank=self._rank,
-            pid=os.getpid(),
-            seq=0,
-            kv=kv,
-            scheduler=SchedulerState(
-                running=len(scheduler.active_requests),
-                waiting=len(scheduler.waiting_requests),
-                max_running=own,
-            ),
-            effective_max_running=own if self._refusal else _effective(own, wish),
-            blocks_held=held,
-            host=self.host,
-            limits=f"refused: {self._refusal}" if self._refusal else "obeyed",
-        )
+        return {
+            "server": self._server,
+            "engine": 0,
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "kv": _kv(processor.cache, scheduler),
+            "scheduler": {
+                "running": len(scheduler.active_requests),
+                "waiting": len(scheduler.waiting_requests),
+                "max_running": own,
+                "effective_max_running": own if self._refusal else _effective(own, self._limits.wish),
+            },
+            "host": self.host,
+            "limits": f"refused: {self._refusal}" if self._refusal else "obeyed",
+        }
 
 
 def _effective(own: int | None, wish: Wish) -> int | None:
@@ -188,7 +186,7 @@ def _hide(scheduler: Any, wish: Wish) -> list[Any]:
     return listed[room:]
 
 
-def _kv(cache: Any, scheduler: Any) -> tuple[KvCacheState | None, int | None]:
+def _kv(cache: Any, scheduler: Any) -> Record | None:
     """Blocks and tokens: in sectors that attention types share (from 5.16 on), before that in one pool."""
     allocators = getattr(cache, "cache_allocators", None)
     if isinstance(allocators, dict) and hasattr(cache, "pool"):
@@ -196,41 +194,37 @@ def _kv(cache: Any, scheduler: Any) -> tuple[KvCacheState | None, int | None]:
     groups, blocks = getattr(cache, "group_cache_managers", None), getattr(cache, "_block_manager", None)
     if groups and blocks is not None:
         return _kv_groups(cache, scheduler, groups, blocks)
-    return None, None
+    return None
 
 
-def _kv_sectors(cache: Any, scheduler: Any, allocators: list[Any]) -> tuple[KvCacheState, int | None]:
+def _kv_sectors(cache: Any, scheduler: Any, allocators: list[Any]) -> Record:
     """As the first allocator of pages that never slide sees it: a free sector is its blocks' worth."""
     first = next((one for one in allocators if "Full" in type(one).__name__), allocators[0])
-    free = cache.pool.count_free_blocks(first.index) + len(cache.pool.free_sectors) * first.blocks_per_sector
-    evictable = len(first.ledger.cached_blocks)
     tokens, held = _held(scheduler, first.block_table)
-    state = KvCacheState(
-        num_blocks=first.num_blocks,
-        used_blocks=first.num_blocks - free - evictable,
-        free_blocks=free,
-        evictable_blocks=evictable,
-        block_size_tokens=first.tokens_per_page,
-        tokens=tokens,
-        pool_bytes=first.num_blocks * first.bytes_per_block,
-    )
-    return state, held
+    return {
+        "num_blocks": first.num_blocks,
+        "free_blocks": cache.pool.count_free_blocks(first.index)
+        + len(cache.pool.free_sectors) * first.blocks_per_sector,
+        "evictable_blocks": len(first.ledger.cached_blocks),
+        "block_size": first.tokens_per_page,
+        "tokens": tokens,
+        "blocks_held": held,
+        "bytes_per_block": first.bytes_per_block,
+    }
 
 
-def _kv_groups(cache: Any, scheduler: Any, groups: list[Any], blocks: Any) -> tuple[KvCacheState, int | None]:
+def _kv_groups(cache: Any, scheduler: Any, groups: list[Any], blocks: Any) -> Record:
     """One pool for every group; a cached block that nobody uses is among its free ones."""
-    free, evictable = len(blocks._uninit_block_ids), len(blocks._init_block_ids)
     first = next((one for one in groups if "Full" in type(one).__name__), groups[0])
     tokens, held = _held(scheduler, first.block_table)
-    state = KvCacheState(
-        num_blocks=cache.num_blocks,
-        used_blocks=cache.num_blocks - free - evictable,
-        free_blocks=free,
-        evictable_blocks=evictable,
-        block_size_tokens=cache.block_size,
-        tokens=tokens,
-    )
-    return state, held
+    return {
+        "num_blocks": cache.num_blocks,
+        "free_blocks": len(blocks._uninit_block_ids),
+        "evictable_blocks": len(blocks._init_block_ids),
+        "block_size": cache.block_size,
+        "tokens": tokens,
+        "blocks_held": held,
+    }
 
 
 def _held(scheduler: Any, table: Any) -> tuple[int, int]:

@@ -14,40 +14,33 @@ import types
 from typing import Any
 
 from kvwatch.agent.environment import Place, PlaceError, place
+from kvwatch.agent.guard import Guard
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 WORKER = "vllm.v1.worker.gpu_worker"
+GUARD = Guard("vllm.kvwatch")  # below vLLM's own logger, so that its handlers and format apply
 _MARK = "__kvwatch__"
 _AGENT = "_kvwatch_agent"
 
 
 def register() -> None:
     """What vLLM calls. Never raises."""
+    GUARD.run("start", _register, otherwise=None)
+
+
+def _register() -> None:
     try:
         here = place()
     except PlaceError as error:
-        _logger().warning("kvwatch agent: %s", error)
+        GUARD.log().warning("kvwatch agent: %s", error)
         return
     if here is None:
         return
     from kvwatch.agent.hooks import when_imported
 
-    when_imported(SCHEDULER, functools.partial(_guarded, _wrap_scheduler, here))
-    when_imported(WORKER, functools.partial(_guarded, _wrap_worker, here))
-
-
-def _logger() -> Any:
-    """Return a logger below vLLM's own, so that its handlers and format apply."""
-    import logging
-
-    return logging.getLogger("vllm.kvwatch")
-
-
-def _guarded(wrap: Any, here: Place, module: types.ModuleType) -> None:
-    try:
-        wrap(here, module)
-    except Exception as error:  # noqa: BLE001 - the guard: nothing may reach the host
-        _logger().warning("kvwatch agent: %s is not as expected, left alone: %r", module.__name__, error)
+    for name, wrap in ((SCHEDULER, _wrap_scheduler), (WORKER, _wrap_worker)):
+        what = f"use {name}, which is not as expected"
+        when_imported(name, functools.partial(GUARD.run, what, wrap, here, otherwise=None))
 
 
 def _wrap_scheduler(here: Place, module: types.ModuleType) -> None:
@@ -56,18 +49,17 @@ def _wrap_scheduler(here: Place, module: types.ModuleType) -> None:
     original = target.schedule
     if getattr(original, _MARK, False):
         return
-    monotonic = time.monotonic
+    monotonic, guarded = time.monotonic, GUARD.run
 
     @functools.wraps(original)
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         agent = self.__dict__.get(_AGENT)
         if agent is not None:
-            try:
-                agent.before_step(self, monotonic())
-            except Exception as error:  # noqa: BLE001 - the guard
-                _give_up(self, agent, error)
+            undo = functools.partial(_give_up, self, agent)
+            guarded("limit this scheduler", agent.before_step, self, monotonic(), otherwise=None, mend=undo)
         elif _AGENT not in self.__dict__:
-            _attach(here, self)
+            self.__dict__[_AGENT] = None
+            guarded("attach to this scheduler", _attach, here, self, otherwise=None)
         return original(self, *args, **kwargs)
 
     setattr(schedule, _MARK, True)
@@ -85,41 +77,32 @@ def _load() -> None:
 
 def _attach(here: Place, scheduler: Any) -> None:
     """At a scheduler's first step: its agent, and the publisher of this process."""
+    from kvwatch.agent.limits import Limits
+    from kvwatch.agent.vllm_scheduler import SchedulerAgent, refusal
+
+    version = _version()
+    index = engine_index(scheduler.vllm_config)
+    limits = Limits(here.lease, here.server)
+    agent = SchedulerAgent(
+        scheduler, limits, server=here.server, engine=index, pid=os.getpid(), version=version
+    )
+    scheduler.__dict__[_AGENT] = agent
+    agent.before_step(scheduler, time.monotonic())
+    process = _process(here, index, 0)
+    process.engine = agent.read
+    process.start()
+    why = refusal(version)
+    if why:
+        GUARD.log().warning("kvwatch agent: publishes as %s, refuses limits: %s", here.server, why)
+    else:
+        GUARD.log().info("kvwatch agent: publishes as %s, obeys %s", here.server, here.lease)
+
+
+def _give_up(scheduler: Any, agent: Any) -> None:
+    """Back to the server's own limits for good; an agent that cannot even do that is called no more."""
     scheduler.__dict__[_AGENT] = None
-    try:
-        from kvwatch.agent.limits import Limits
-        from kvwatch.agent.vllm_scheduler import SchedulerAgent, refusal
-
-        version = _version()
-        index = engine_index(scheduler.vllm_config)
-        agent = SchedulerAgent(
-            scheduler,
-            Limits(here.lease, here.server),
-            server=here.server,
-            engine=index,
-            pid=os.getpid(),
-            version=version,
-        )
-        scheduler.__dict__[_AGENT] = agent
-        agent.before_step(scheduler, time.monotonic())
-        process = _process(here, index, 0)
-        process.engine = agent.read
-        process.start()
-        why = refusal(version)
-        if why:
-            _logger().warning("kvwatch agent: publishes as %s, refuses limits: %s", here.server, why)
-        else:
-            _logger().info("kvwatch agent: publishes as %s, obeys %s", here.server, here.lease)
-    except Exception as error:  # noqa: BLE001 - the guard
-        _logger().warning("kvwatch agent: cannot attach to this scheduler: %r", error)
-
-
-def _give_up(scheduler: Any, agent: Any, error: Exception) -> None:
-    try:
-        _logger().warning("kvwatch agent: gives up limiting: %r", error)
-        agent.give_up(scheduler)
-    except Exception:  # noqa: BLE001 - the guard
-        scheduler.__dict__[_AGENT] = None
+    agent.give_up(scheduler)
+    scheduler.__dict__[_AGENT] = agent
 
 
 def engine_index(config: Any) -> int:
@@ -142,7 +125,12 @@ def _process(here: Place, index: int, rank: int) -> Any:
 
         memory = TorchMemory()
         publisher = Publisher(
-            here, memory=memory.read, rank=rank, engine_index=index, host=f"vllm {_version()}"
+            here,
+            memory=memory.read,
+            rank=rank,
+            engine_index=index,
+            host=f"vllm {_version()}",
+            guard=GUARD,
         )
         _PUBLISHER = os.getpid(), publisher, memory
     return _PUBLISHER[1]
@@ -157,15 +145,17 @@ def _wrap_worker(here: Place, module: types.ModuleType) -> None:
     original = target.execute_model
     if getattr(original, _MARK, False):
         return
-    monotonic = time.monotonic
+    monotonic, guarded = time.monotonic, GUARD.run
 
     @functools.wraps(original)
     def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        compactor = self.__dict__.get(_AGENT)
-        if compactor is None and _AGENT not in self.__dict__:
-            compactor = _attach_worker(here, self)
-        if compactor is not None and monotonic() >= compactor.due_s:
-            _compact(self, compactor)
+        limits = self.__dict__.get(_AGENT)
+        if limits is None and _AGENT not in self.__dict__:
+            self.__dict__[_AGENT] = None
+            limits = guarded("attach to this worker", _attach_worker, here, self, otherwise=None)
+        if limits is not None and monotonic() >= limits.due_s:
+            undo = functools.partial(self.__dict__.__setitem__, _AGENT, None)
+            guarded("return unused memory", _compact, limits, otherwise=None, mend=undo)
         return original(self, *args, **kwargs)
 
     setattr(execute_model, _MARK, True)
@@ -173,16 +163,12 @@ def _wrap_worker(here: Place, module: types.ModuleType) -> None:
 
 
 def _attach_worker(here: Place, worker: Any) -> Any:
-    worker.__dict__[_AGENT] = None
-    try:
-        from kvwatch.agent.limits import Limits
+    from kvwatch.agent.limits import Limits
 
-        _process(here, engine_index(worker.vllm_config), int(worker.rank)).start()
-        worker.__dict__[_AGENT] = Limits(here.lease, here.server)
-        if _PUBLISHER is not None:
-            _PUBLISHER[2].weights_bytes = _weights_bytes(worker)
-    except Exception as error:  # noqa: BLE001 - the guard
-        _logger().warning("kvwatch agent: cannot attach to this worker: %r", error)
+    _process(here, engine_index(worker.vllm_config), int(worker.rank)).start()
+    worker.__dict__[_AGENT] = Limits(here.lease, here.server)
+    if _PUBLISHER is not None:
+        _PUBLISHER[2].weights_bytes = _weights_bytes(worker)
     return worker.__dict__[_AGENT]
 
 
@@ -192,11 +178,7 @@ def _weights_bytes(worker: Any) -> int | None:
     return int(told) if isinstance(told, int | float) and told > 0 else None
 
 
-def _compact(worker: Any, limits: Any) -> None:
-    try:
-        limits.look(time.monotonic())
-        if limits.take_compaction() and _PUBLISHER is not None and _PUBLISHER[2].compact():
-            _logger().info("kvwatch agent: returned unused memory to the device")
-    except Exception as error:  # noqa: BLE001 - the guard
-        worker.__dict__[_AGENT] = None
-        _logger().warning("kvwatch agent: gives up compacting: %r", error)
+def _compact(limits: Any) -> None:
+    limits.look(time.monotonic())
+    if limits.take_compaction() and _PUBLISHER is not None and _PUBLISHER[2].compact():
+        GUARD.log().info("kvwatch agent: returned unused memory to the device")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvwatch.agent.limits import Limits, Wish
-from kvwatch.model.server import AgentState, KvCacheState, SchedulerState
+from kvwatch.wire_record import Record
 
 KNOWN_FROM = (0, 9, 2)
 KNOWN_BEFORE = (0, 34, 0)
@@ -29,7 +29,7 @@ MAX_COUNTED = 500_000
 
 def refusal(version: str) -> str:
     """Why a vLLM of this version is not limited; "" where it is."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version, re.ASCII)
     if found is None:
         return f"vLLM {version} is not a known release"
     numbers = tuple(int(group) for group in found.groups())
@@ -90,7 +90,7 @@ class SchedulerAgent:
         self._own = _whole(getattr(scheduler, "max_num_active_reqs", None) or scheduler.max_num_running_reqs)
         self._asked = False
         self._noted = threading.Event()
-        self._state: AgentState | None = None
+        self._state: Record | None = None
         self._counted: tuple[int, float] | None = None  # evictable blocks, when
 
     def before_step(self, scheduler: Any, now_s: float) -> None:
@@ -110,7 +110,7 @@ class SchedulerAgent:
         if gate is not None:
             gate.release(scheduler)
 
-    def read(self) -> AgentState | None:
+    def read(self) -> Record | None:
         """The state as of the next step; of now where no step comes (an idle engine, or a long step)."""
         self._noted.clear()
         self._asked = True
@@ -120,42 +120,41 @@ class SchedulerAgent:
         self._count_beside()
         return self._state
 
-    def _note(self, scheduler: Any) -> AgentState:
-        kv, held = self._kv(scheduler)
+    def _note(self, scheduler: Any) -> Record:
         running, waiting = _counts(scheduler)
         gate = self._gate
-        return AgentState(
-            server=self._server,
-            engine=str(self._engine),
-            rank=0,
-            pid=self._pid,
-            seq=0,
-            kv=kv,
-            scheduler=SchedulerState(running=running, waiting=waiting, max_running=self._own),
-            effective_max_running=self._own if gate is None else gate.effective,
-            blocks_held=held,
-            host=self._host,
-            limits=f"refused: {self._refusal}" if self._refusal else ("obeyed" if gate else "off"),
-        )
+        return {
+            "server": self._server,
+            "engine": self._engine,
+            "rank": 0,
+            "pid": self._pid,
+            "kv": self._kv(scheduler),
+            "scheduler": {
+                "running": running,
+                "waiting": waiting,
+                "max_running": self._own,
+                "effective_max_running": self._own if gate is None else gate.effective,
+            },
+            "host": self._host,
+            "limits": f"refused: {self._refusal}" if self._refusal else ("obeyed" if gate else "off"),
+        }
 
-    def _kv(self, scheduler: Any) -> tuple[KvCacheState, int | None]:
+    def _kv(self, scheduler: Any) -> Record:
         manager = scheduler.kv_cache_manager
         pool = manager.block_pool
         blocks = int(pool.num_gpu_blocks) - 1  # without the null block
         free = int(pool.get_num_free_blocks())
         evictable = self._evictable(pool, blocks, free)
         tokens, held, size = _held(scheduler, manager)
-        each = _bytes_per_block(scheduler, blocks + 1)
-        state = KvCacheState(
-            num_blocks=blocks,
-            used_blocks=blocks - free,
-            free_blocks=free - (evictable or 0),
-            evictable_blocks=evictable,
-            block_size_tokens=size,
-            tokens=tokens,
-            pool_bytes=None if each is None else each * blocks,
-        )
-        return state, held
+        return {
+            "num_blocks": blocks,
+            "free_blocks": free - (evictable or 0),
+            "evictable_blocks": evictable,
+            "block_size": size,
+            "tokens": tokens,
+            "blocks_held": held,
+            "bytes_per_block": _bytes_per_block(scheduler, blocks + 1),
+        }
 
     def _evictable(self, pool: Any, blocks: int, free: int) -> int | None:
         """Cached blocks that nobody uses: exact in a small pool, of the last ten seconds in a large one."""

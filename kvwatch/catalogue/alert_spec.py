@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvwatch.catalogue.alert_evidence import PARTS, link
 from kvwatch.catalogue.metrics import MetricSpec, by_name
 from kvwatch.catalogue.promql import (
     PREFIX,
@@ -80,11 +81,23 @@ class AlertSpec:
     def annotations(self, runbooks: str = RUNBOOKS) -> dict[str, str]:
         """Annotations as Prometheus templates."""
         places = _templates(self)
+        labels = {name: f"{{{{ $labels.{name} | urlquery }}}}" for name in PARTS}
         return {
             "summary": _fill(self.summary, places),
             "description": _fill(self.description, places),
+            **self._evidence("{{ $labels.instance }}", labels),
             "runbook_url": f"{runbooks}{self.name}.md",
         }
+
+    def sentence(self, places: Mapping[str, str]) -> str:
+        """The summary with these words in its places; KeyError for one that is not given."""
+        return _fill(self.summary, places)
+
+    def _evidence(self, instance: str, labels: Mapping[str, str]) -> dict[str, str]:
+        """Where what the host kept of the minutes before is shown; kvwatch keeps it where red pages."""
+        if self.rule is None or self.severity != PAGE:
+            return {}
+        return {"evidence": link(instance, self.rule.value, labels)}
 
     def expected(self, example: Example, runbooks: str = RUNBOOKS) -> dict[str, str]:
         """Annotations as a person reads them in the example's case (for the rule tests)."""
@@ -100,6 +113,7 @@ class AlertSpec:
         return {
             "summary": _fill(self.summary, places),
             "description": _fill(self.description, places),
+            **self._evidence(example.instance, example.labels),
             "runbook_url": f"{runbooks}{self.name}.md",
         }
 

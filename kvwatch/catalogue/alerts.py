@@ -394,3 +394,8 @@ _WATCHER = (
 )
 
 ALERTS: tuple[AlertSpec, ...] = (*_WATCHER, *(row for alert in _RULE_ALERTS for row in alert.rows()))
+
+
+def of_rule(rule: RuleId) -> AlertSpec | None:
+    """The alert that pages on a rule's red; None where none does."""
+    return next((row for row in ALERTS if row.rule is rule and row.severity == PAGE), None)

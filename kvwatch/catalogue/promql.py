@@ -239,6 +239,12 @@ def absent(expr: Expr) -> Expr:
     return Expr(f"absent({expr.text})", frozenset(TARGET_LABELS))
 
 
+def relabelled(expr: Expr, label: str, source: str) -> Expr:
+    """The same series with the value of one label under another name, too."""
+    _known([source], expr.labels, expr.text)
+    return Expr(f'label_replace({expr.text}, "{label}", "$1", "{source}", "(.+)")', expr.labels | {label})
+
+
 def now() -> Expr:
     """The time of the evaluation, Unix seconds (Prometheus's clock)."""
     return Expr("time()", frozenset())

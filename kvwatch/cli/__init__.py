@@ -15,7 +15,7 @@ EXIT_USAGE = 2
 EXIT_CANNOT_START = 3
 
 DEFAULT_CONFIG = "/etc/kvwatch/kvwatch.yml"
-SCENARIOS = ("tour", "calm", "overload", "leak", "faults")
+SCENARIOS = ("tour", "calm", "overload", "leak", "faults", "all")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvwatch {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    for add in (_add_run, _add_check, _add_probe, _add_maintenance, _add_restore, _add_gen):
+    for add in (_add_run, _add_check, _add_probe, _add_maintenance, _add_restore, _add_install, _add_gen):
         add(commands)
     return parser
 
@@ -194,6 +194,32 @@ def _restore(args: argparse.Namespace) -> int:
     from kvwatch.cli import restore
 
     return restore.main(args)
+
+
+def _add_install(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands,
+        "install-service",
+        "Install this kvwatch as a systemd service, or take the service away again.",
+        "kvwatch install-service --dry-run",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be written and run")
+    parser.add_argument("--uninstall", action="store_true", help="undo it; configuration and state stay")
+    parser.add_argument("--purge", action="store_true", help="with --uninstall: these and the users go too")
+    parser.add_argument("--no-start", action="store_true", help="put everything in place, start nothing")
+    parser.add_argument(
+        "--root", metavar="DIR", help="build a tree for a package or image: no users, no systemctl"
+    )
+    parser.add_argument(
+        "--prefix", metavar="DIR", help="the virtual environment with kvwatch; default: the one that runs"
+    )
+    parser.set_defaults(handler=_install)
+
+
+def _install(args: argparse.Namespace) -> int:
+    from kvwatch.cli import install
+
+    return install.main(args)
 
 
 def _add_gen(commands: _Commands[argparse.ArgumentParser]) -> None:

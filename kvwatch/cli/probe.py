@@ -8,14 +8,14 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvwatch.cli import EXIT_OK, EXIT_USAGE
 from kvwatch.config import units
-from kvwatch.model.gpu import GpuState, HostGpus
+from kvwatch.model.gpu import GpuProcess, GpuState, HostGpus
 from kvwatch.model.server import ServerState
 from kvwatch.model.settings import GpuSettings, ServerSettings
 from kvwatch.sources import discovery
@@ -27,21 +27,39 @@ SLOW_READER_S = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """One server that was looked at: what answered, or why nothing useful did."""
+    """One server that was looked at: what answered, or why nothing useful did.
+
+    `gpus` are (index, UUID) of the GPUs that it or a process it started uses.
+    """
 
     settings: ServerSettings
     pid: int
     state: ServerState | None
     problem: str = ""
+    gpus: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exporter:
+    """A dcgm-exporter that answered: where, and the GPUs on its page."""
+
+    url: str
+    gpus: HostGpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Everything that one probe saw."""
+    """Everything that one probe saw. `gpus` are NVML's."""
 
     gpus: HostGpus | None
     gpu_problem: str
     servers: tuple[Found, ...]
+    exporter: Exporter | None = None
+
+    @property
+    def known_gpus(self) -> HostGpus | None:
+        """NVML's GPUs, else those of a dcgm-exporter."""
+        return self.exporter.gpus if self.gpus is None and self.exporter is not None else self.gpus
 
 
 def main(args: argparse.Namespace) -> int:
@@ -73,13 +91,55 @@ def main(args: argparse.Namespace) -> int:
 
 def discover_servers() -> list[ServerSettings]:
     """The servers that answer as their command lines promise; discovered, so their absence alarms nobody."""
-    return [found.settings for found in _look_at_servers() if found.state is not None]
+    return [found.settings for found in look_at_servers() if found.state is not None]
 
 
 def look() -> Seen:
     """One pass over GPUs and servers."""
     gpus, problem = _look_at_gpus()
-    return Seen(gpus=gpus, gpu_problem=problem, servers=tuple(_look_at_servers()))
+    running = tuple(discovery.processes())
+    users = _users(gpus)
+    servers = tuple(
+        replace(found, gpus=_gpus_of(found.pid, gpus)) for found in look_at_servers(running, users)
+    )
+    return Seen(gpus=gpus, gpu_problem=problem, servers=servers, exporter=_look_at_exporter(running))
+
+
+def _users(gpus: HostGpus | None) -> list[int]:
+    """Pids of GPU users, where they mean the same here as to the driver."""
+    if gpus is None or not gpus.host_pid_namespace:
+        return []
+    return [process.pid for gpu in gpus.gpus for process in _processes(gpu)]
+
+
+def _gpus_of(pid: int, gpus: HostGpus | None) -> tuple[tuple[int, str], ...]:
+    if gpus is None or not gpus.host_pid_namespace:
+        return ()
+    return tuple(
+        (gpu.index, gpu.uuid)
+        for gpu in gpus.gpus
+        if any(pid in (each.pid, *(above for above, _ in each.ancestors)) for each in _processes(gpu))
+    )
+
+
+def _processes(gpu: GpuState) -> tuple[GpuProcess, ...]:
+    return (gpu.ledger_pass.processes or ()) if gpu.ledger_pass is not None else ()
+
+
+def _look_at_exporter(running: Iterable[discovery.Process]) -> Exporter | None:
+    """The first dcgm-exporter that answers with GPUs, if any."""
+    from kvwatch.sources.gpu.dcgm_exporter import DcgmExporterSource
+
+    for url in discovery.exporter_urls(running):
+        with tempfile.TemporaryDirectory(prefix="kvwatch-probe-") as folder:
+            source = DcgmExporterSource(GpuSettings(dcgm_exporter_url=url), state_dir=Path(folder))
+            try:
+                return Exporter(url=url, gpus=source.poll())
+            except SourceError:
+                continue
+            finally:
+                source.close()
+    return None
 
 
 def _gpu_source(folder: str) -> Source[HostGpus]:
@@ -108,29 +168,53 @@ def _first_with_processes(source: Source[HostGpus]) -> HostGpus:
     return reading
 
 
-def _look_at_servers() -> Iterator[Found]:
+def look_at_servers(
+    running: Iterable[discovery.Process] | None = None, users: Iterable[int] = ()
+) -> Iterator[Found]:
+    """What answers of the candidates among these processes (all, without); of those that a command line
+    tells, also what does not. `users` are pids of GPU users."""
     from kvwatch.sources.servers import registry
 
     kinds = [kind for kind in registry.kinds() if kind not in ("auto", "mapped")]  # these are no engines
     patterns = {kind: registry.process_patterns(kind) for kind in kinds}
-    taken: set[str] = set()
-    for candidate in discovery.candidates(patterns):
-        name = _name(candidate, taken)
-        settings = ServerSettings(name=name, kind=candidate.kind, url=candidate.url, configured=False)
-        source = registry.create(settings)
-        try:
-            state, problem = source.poll(), ""
-        except SourceError as error:
-            state, problem = None, str(error)
-        finally:
-            source.close()
-        yield Found(settings=settings, pid=candidate.pid, state=state, problem=problem)
+    for candidate in discovery.candidates(patterns, running, users=users):
+        found = _ask(candidate)
+        if found.state is not None or candidate.kind != discovery.UNKNOWN or candidate.problem:
+            yield found
 
 
-def _name(candidate: discovery.Candidate, taken: set[str]) -> str:
-    name = f"{candidate.kind}-{candidate.port}"
-    taken.add(name)
-    return name
+def _ask(candidate: discovery.Candidate) -> Found:
+    """The first of a candidate's ports that answers as it should; else what its first one said."""
+    if candidate.problem:
+        return _found(candidate, candidate.port, candidate.kind, None, candidate.problem)
+    told = ""
+    for port in candidate.ports:
+        state, problem = _poll(candidate, port)
+        if state is not None:
+            return _found(candidate, port, state.kind, state, "")
+        told = told or problem
+    return _found(candidate, candidate.port, candidate.kind, None, told)
+
+
+def _poll(candidate: discovery.Candidate, port: int) -> tuple[ServerState | None, str]:
+    from kvwatch.sources.servers import registry
+
+    settings = ServerSettings(name="probe", kind=candidate.kind, url=candidate.url_at(port))
+    source = registry.create(settings)
+    try:
+        return source.poll(), ""
+    except SourceError as error:
+        return None, str(error)
+    finally:
+        source.close()
+
+
+def _found(
+    candidate: discovery.Candidate, port: int, kind: str, state: ServerState | None, problem: str
+) -> Found:
+    url = candidate.url_at(port)
+    settings = ServerSettings(name=f"{kind}-{port}", kind=kind, url=url, configured=False)
+    return Found(settings=settings, pid=candidate.pid, state=state, problem=problem)
 
 
 def _as_text(seen: Seen) -> Iterator[str]:
@@ -139,6 +223,10 @@ def _as_text(seen: Seen) -> Iterator[str]:
     else:
         yield f"GPUs: {len(seen.gpus.gpus)} (driver {seen.gpus.driver_version or 'unknown'})"
         for gpu in seen.gpus.gpus:
+            yield from _gpu_lines(gpu)
+    if seen.exporter is not None:
+        yield f"dcgm-exporter at {seen.exporter.url}: {len(seen.exporter.gpus.gpus)} GPUs and MIG instances"
+        for gpu in seen.exporter.gpus.gpus if seen.gpus is None else ():
             yield from _gpu_lines(gpu)
     if not seen.servers:
         yield "servers: none recognised among the processes that can be read here"
@@ -157,7 +245,7 @@ def _gpu_lines(gpu: GpuState) -> Iterator[str]:
         )
     )
     yield f"  {gpu.index}: {gpu.name or 'unknown'} {gpu.uuid}: {gpu.health.value}, {fill}"
-    for process in (gpu.ledger_pass.processes or ()) if gpu.ledger_pass else ():
+    for process in _processes(gpu):
         used = "?" if process.used_bytes is None else f"{process.used_bytes / 2**30:.1f} GiB"
         told = process.command[:80] or process.name or "not visible from here"
         yield f"     pid {process.pid}: {used}  {told}"
@@ -171,6 +259,8 @@ def _server_lines(found: Found) -> Iterator[str]:
         yield f"server {place}: {found.problem}"
         return
     yield f"server {place}: {found.state.model or 'model unknown'} {found.state.version}".rstrip()
+    if found.gpus:
+        yield f"  uses {_gpu_names(found)}"
     for engine in found.state.engines:
         known = {
             "usage": engine.kv.usage_ratio,
@@ -186,6 +276,10 @@ def _server_lines(found: Found) -> Iterator[str]:
         )
     for note in found.state.notes:
         yield f"  {note}"
+
+
+def _gpu_names(found: Found) -> str:
+    return ", ".join(f"GPU {index} ({uuid})" for index, uuid in found.gpus)
 
 
 def _as_json(seen: Seen) -> dict[str, Any]:
@@ -204,6 +298,9 @@ def _as_json(seen: Seen) -> dict[str, Any]:
             for gpu in seen.gpus.gpus
         ],
         "gpu_problem": seen.gpu_problem or None,
+        "dcgm_exporter": None
+        if seen.exporter is None
+        else {"url": seen.exporter.url, "gpus": [gpu.uuid for gpu in seen.exporter.gpus.gpus]},
         "servers": [
             {
                 "name": found.settings.name,
@@ -212,6 +309,7 @@ def _as_json(seen: Seen) -> dict[str, Any]:
                 "pid": found.pid,
                 "model": found.state.model if found.state else None,
                 "engines": len(found.state.engines) if found.state else None,
+                "gpus": [uuid for _, uuid in found.gpus],
                 "problem": found.problem or None,
             }
             for found in seen.servers
@@ -221,15 +319,12 @@ def _as_json(seen: Seen) -> dict[str, Any]:
 
 def as_config(seen: Seen) -> str:
     """A commented configuration for what was found; `kvwatch check` accepts it as it is."""
-    lines = ["# Written by `kvwatch probe`. Every key and its default: docs/config.md", "gpus:"]
-    if seen.gpus is None:
-        lines += [f"  # {_one_line(seen.gpu_problem)}", "  source: auto"]
-    else:
-        lines += ["  source: auto", f"  expect: {len(seen.gpus.gpus)}"]
+    lines = ["# Written by `kvwatch probe`. Every key and its default: docs/config.md", *_gpu_config(seen)]
     answering = [found for found in seen.servers if found.state is not None]
     lines.append("servers:" if answering else "servers: []")
     for found in answering:
         lines += [
+            *([f"  # on {_gpu_names(found)}"] if found.gpus else []),
             f"  - name: {found.settings.name}",
             f"    kind: {found.settings.kind}",
             f"    url: {found.settings.url}",
@@ -240,6 +335,20 @@ def as_config(seen: Seen) -> str:
             lines.append(f"  # {found.settings.kind} at {found.settings.url}: {_one_line(found.problem)}")
     lines += ["control:", "  mode: advise", ""]
     return "\n".join(lines)
+
+
+def _gpu_config(seen: Seen) -> Iterator[str]:
+    """NVML where it can be read; a dcgm-exporter that was found stands in where it cannot."""
+    yield "gpus:"
+    if seen.gpus is None:
+        yield f"  # {_one_line(seen.gpu_problem)}"
+    yield "  source: auto"
+    if seen.exporter is not None:
+        yield "  # A dcgm-exporter answers there: it stands in while NVML cannot be read."
+        yield f"  dcgm_exporter_url: {seen.exporter.url}"
+    if seen.known_gpus is not None:
+        whole = [gpu for gpu in seen.known_gpus.gpus if not gpu.parent_uuid]
+        yield f"  expect: {len(whole)}"
 
 
 def _one_line(text: str) -> str:

@@ -97,9 +97,14 @@ def _start_demo(args: argparse.Namespace, stack: ExitStack) -> Demo | None:
         return None
     from kvwatch.lab import demo as demo_module
 
-    demo = demo_module.start(args.demo, config.default_settings())
+    demo = demo_module.start(args.demo, config.default_settings(), speed=_demo_speed())
     stack.callback(demo.close)
     return demo
+
+
+def _demo_speed() -> float:
+    """How fast the demo's story runs; only the endurance checks set it."""
+    return float(os.environ.get("KVWATCH_DEMO_SPEED", "1"))
 
 
 def _demo_gpus(demo: Demo) -> GpuFactory:
@@ -250,9 +255,9 @@ def _tell(demo: Demo, url: str, terminal: TextWriter) -> None:
     def narrate() -> None:
         import time
 
-        begun_s = time.monotonic()
+        begun_s, speed = time.monotonic(), _demo_speed()
         while True:
-            elapsed_s = time.monotonic() - begun_s
+            elapsed_s = speed * (time.monotonic() - begun_s)
             line = demo.narrate(elapsed_s)
             if line:
                 terminal.offer([f"{elapsed_s:5.0f} s  {line}"])

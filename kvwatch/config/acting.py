@@ -248,6 +248,15 @@ def _check_target(record: Record) -> None:
         record.values["params"] = POLICIES[record.get("policy")].read(place)
     _check_bounds(record)
     _check_deadlines(record)
+    _check_compact(record)
+
+
+def _check_compact(record: Record) -> None:
+    levers = record.get("via", ())
+    if record.get("compact") is not True or not isinstance(levers, tuple) or not levers:
+        return
+    if not any(isinstance(lever, Record) and lever.has("lease") for lever in levers):
+        record.at("compact").report("no lever tells the server's agent; add {lease: {}} to `via`")
 
 
 def _check_bounds(record: Record) -> None:
@@ -332,6 +341,12 @@ TARGET = Table(
             ListOf(item=VIA, expected="a list like [{lease: {}}]", repeats=True),
             "Levers; the first that works is used",
             default="`[{lease: {}}]`",
+        ),
+        Field(
+            "compact",
+            readers.boolean,
+            "When the device runs short, have the agent in the server return unused allocator memory: it "
+            "waits for the device once a minute at most; needs the lever `lease`",
         ),
     ),
 )

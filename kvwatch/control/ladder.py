@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from kvwatch.control import fixed, target, threshold
+from kvwatch.control import compaction, fixed, target, threshold
 from kvwatch.control.planned import PlannedEvent
 from kvwatch.control.target import Rung, TargetState
 from kvwatch.control.view import Decision, View
@@ -37,7 +37,10 @@ def advance(
         state, decision = target.expire(state, now_s), f"unknown: {unknown}"
     else:
         state, decision = _decide(state, view, now_s, wall_s)
-    events = (*_lapsed(before, state, now_s), *judged, *_told(before, state, view, decision, mode))
+    void = refused or unknown or (decision if _restarted(before, view) else "")
+    state, compacted = compaction.advance(state, view, now_s, refused=void)
+    told = _told(before, state, view, decision, mode)
+    events = (*_lapsed(before, state, now_s), *judged, *told, *compacted)
     state = replace(state, decision=decision)
     age_s = view.age_s or 0.0
     state, due = target.carry_out(state, now_s, view.evidence(), fresh=not unknown, age_s=age_s)
@@ -199,6 +202,8 @@ def _lapsed(before: TargetState, after: TargetState, now_s: float) -> tuple[Plan
     """Say that a lease ran out, by itself or because its data is unknown."""
     if before.in_force is None or before.expires_s is None or now_s < before.expires_s:
         return ()
+    if not before.in_force.restricts:
+        return ()  # it carried a compaction, which is over
     if after.in_force is not None and (before.limit is None or after.limit is not None):
         return ()
     message = f"{before.server}: the limit has run out ({_say(before.in_force)})"

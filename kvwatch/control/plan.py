@@ -87,10 +87,10 @@ def _reconciled(targets: Mapping[str, TargetState], settings: Settings) -> Mappi
             if current.settings != configured:
                 found[configured.server] = replace(current, settings=configured)
         elif current is None or current.dry_run or not current.holds_something:
-            number = 0 if current is None else current.number
-            found[configured.server] = TargetState(
-                settings=configured, dry_run=settings.control.mode is not Mode.ACT, number=number
-            )
+            fresh = TargetState(settings=configured, dry_run=settings.control.mode is not Mode.ACT)
+            if current is not None:
+                fresh = replace(fresh, number=current.number, compaction=target.close(current).compaction)
+            found[configured.server] = fresh
     return found
 
 
@@ -105,7 +105,7 @@ def _as_configured(current: TargetState, configured: TargetSettings | None, sett
 
 def _leave(current: TargetState, now_s: float) -> tuple[TargetState, ActionRequest | None]:
     """A target that is no longer configured as it was gives everything back."""
-    current = target.let_go(current, "the configuration changed")
+    current = target.let_go(target.close(current), "the configuration changed")
     return target.carry_out(current, now_s, {}, fresh=False)
 
 
@@ -123,7 +123,7 @@ def _report(state: TargetState, snapshot: Snapshot, clock: TickClock) -> LimitRe
         imposed_by=f"{state.settings.policy} via {state.settings.via[state.via].kind}",
         reason=state.reason,
         dry_run=state.dry_run,
-        would_be=state.limit if state.dry_run else None,
-        wanted=state.limit,
+        would_be=target.wanted(state) if state.dry_run else None,
+        wanted=target.wanted(state),
         outstanding=bool(state.touched) and not state.dry_run and not state.self_expiring,
     )

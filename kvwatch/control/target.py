@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from kvwatch.control.ranks import Compaction
 from kvwatch.model.action import ActionRequest, ActionResult, EventKind, Limit, Outcome
 from kvwatch.model.level import Level, RuleId, Scope
 from kvwatch.model.settings import ActionSettings, TargetSettings
@@ -77,6 +78,7 @@ class TargetState:
     decision: str = ""  # the last decision that was logged, so that only changes are
     before: Mapping[str, float] = field(default_factory=dict)  # figures at the last move, to judge it by
     judged: bool = True
+    compaction: Compaction = Compaction()
     number: int = 0  # of the next request
 
     @property
@@ -88,6 +90,29 @@ class TargetState:
     def holds_something(self) -> bool:
         """Whether anything of ours may be in force."""
         return self.in_force is not None or bool(self.touched) or self.pending is not None
+
+
+def wanted(state: TargetState) -> Limit | None:
+    """What the lever should carry now: the limit, and the counter of compactions with it.
+
+    While the effect of a compaction is waited for, that counter alone is reason enough for a lease.
+    """
+    count = state.compaction.count if carries_compactions(state) else 0
+    if state.limit is not None:
+        return replace(state.limit, compact=count) if count else state.limit
+    return (
+        Limit(server=state.server, compact=count) if count and state.compaction.asked_s is not None else None
+    )
+
+
+def carries_compactions(state: TargetState) -> bool:
+    """Whether the lever in use is one that tells the server to compact."""
+    return state.settings.via[state.via].kind == "lease"
+
+
+def close(state: TargetState) -> TargetState:
+    """Wait for no effect of a compaction any more: what was asked is void."""
+    return replace(state, compaction=replace(state.compaction, asked_s=None, before=()))
 
 
 def let_go(state: TargetState, reason: str, *, quiet_until_s: float | None = None) -> TargetState:
@@ -160,6 +185,8 @@ def _failed(state: TargetState, pending: Pending, result: ActionResult, now_s: f
         return _restore_failed(state, result, now_s)
     pause_s = min(RETRY_FIRST_S * 2.0 ** min(state.failures, 10), RETRY_LONGEST_S)
     paused = replace(state, failures=state.failures + 1, retry_at_s=now_s + pause_s)
+    if not pending.limit.restricts:
+        return close(state)  # a compaction alone is worth no other lever and no retry
     if pending.renewal and state.expires_s is not None and now_s + pause_s < state.expires_s:
         return paused
     if result.step + 1 < len(state.settings.via):
@@ -193,19 +220,20 @@ def request(
     Numbers are unique within a process; the limit is absolute, so a lost answer does no harm.
     """
     action: ActionSettings = state.settings.via[step]
+    why: TargetState | Compaction = state if limit.restricts or not limit.compact else state.compaction
     made = ActionRequest(
         request_id=f"{state.server}-{int(now_s * 1000)}-{state.number}",
         target=f"limit/{state.server}",
         action=action.kind,
         params=action.params,
         event=event,
-        rule=state.rule,
+        rule=why.rule,
         scope=Scope(server=state.server),
         level=Level.UNKNOWN,
         limit=limit,
         expires_in_s=expires_in_s,
         deadline_s=deadline_s(action),
-        reason=state.reason,
+        reason=why.reason,
         evidence=evidence,
         decided_s=now_s,
         dry_run=state.dry_run,
@@ -240,17 +268,18 @@ def carry_out(
     """
     if state.pending is not None or now_s < state.retry_at_s:
         return state, None
-    if state.limit is None:
+    asked = wanted(state)
+    if asked is None:
         return _give_back(state, now_s, evidence)
     if not fresh:
         return state, None
-    renewal = state.limit == state.in_force
-    if renewal and not _renewal_due(state, now_s):
+    if asked == state.in_force and not _renewal_due(state, now_s):
         return _give_back_stray(state, now_s, evidence)
+    renewal = state.in_force is not None and replace(state.in_force, compact=asked.compact) == asked
     return request(
         state,
         event=EventKind.LIMIT,
-        limit=state.limit,
+        limit=asked,
         now_s=now_s,
         step=state.via,
         evidence=evidence,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvwatch.control import ranks
+from kvwatch.control.ranks import Inside
 from kvwatch.control.target import Rung
 from kvwatch.model.action import Limit
 from kvwatch.model.level import Level, Reason, RuleId, Verdict
@@ -16,6 +18,8 @@ from kvwatch.model.signal import EngineSignals, ServerSignals, Signals
 MIN_SAMPLES = 2
 # Rules whose red means that the device itself may run out: no new request may start.
 STOPPING_RULES = (RuleId.DEVICE_HEADROOM, RuleId.LARGEST_ALLOCATABLE)
+# A rule that offers to compact, without need of its own.
+OFFERING_RULES = (RuleId.ALLOCATOR_FRAGMENTATION,)
 # A level that is only held, or said to be red, because its input is stale is no ground to act on.
 _CURRENT = (Reason.BELOW, Reason.CROSSED, Reason.CAPPED, Reason.HOLDING, Reason.PENDING)
 FRESH_PERIODS = 3
@@ -37,7 +41,8 @@ class View:
 
     `fresh` is false when any input is unknown, stale or single-sample: then nothing may be
     decided. `ceiling` is the highest limit allowed (None: the server does not tell its own).
-    `known_rules` are the stopping rules whose level is current; `restarts` counts the server's.
+    `known_rules` are the stopping rules whose level is current, `device` their verdicts and `fragmented`
+    those on the allocator; `inside` is what agents tell; `restarts` counts the server's.
     """
 
     server: str
@@ -47,6 +52,9 @@ class View:
     ceiling: int | None = None
     stopping: Verdict | None = None
     known_rules: frozenset[RuleId] = frozenset()
+    device: tuple[Verdict, ...] = ()
+    fragmented: tuple[Verdict, ...] = ()
+    inside: Inside = Inside()
     restarts: int | None = None
     age_s: float | None = None
 
@@ -95,7 +103,7 @@ def look(
     problem = _problem(target.server, server, age_s, snapshot, settings)
     engines = () if server is None else server.engines
     known = [engine for engine in engines if engine.kv_usage_ratio is not None]
-    stopping = _stopping_verdicts(target.server, server, verdicts)
+    stopping = _current(STOPPING_RULES, target.server, server, verdicts)
     return View(
         server=target.server,
         fresh=problem == "",
@@ -107,6 +115,9 @@ def look(
         ),
         stopping=next((verdict for verdict in stopping if verdict.level is Level.RED), None),
         known_rules=frozenset(verdict.rule for verdict in stopping),
+        device=tuple(stopping) if target.compact else (),
+        fragmented=tuple(_current(OFFERING_RULES, target.server, server, verdicts)) if target.compact else (),
+        inside=ranks.look(target.server, snapshot, clock.mono_s) if target.compact else Inside(),
         restarts=sum(engine.restarts_total for engine in engines) if engines else None,
         age_s=age_s,
     )
@@ -142,15 +153,15 @@ def _problem(
     return ""
 
 
-def _stopping_verdicts(
-    name: str, server: ServerSignals | None, verdicts: tuple[Verdict, ...]
+def _current(
+    rules: tuple[RuleId, ...], name: str, server: ServerSignals | None, verdicts: tuple[Verdict, ...]
 ) -> list[Verdict]:
-    """Current verdicts on whether the device may run out, for this server or one of its GPUs."""
+    """Current verdicts of these rules, for this server or one of its GPUs."""
     uuids = () if server is None else server.gpu_uuids
     return [
         verdict
         for verdict in verdicts
-        if verdict.rule in STOPPING_RULES
+        if verdict.rule in rules
         and verdict.level is not Level.UNKNOWN
         and verdict.reason in _CURRENT
         and (verdict.scope.server == name or (verdict.scope.uuid and verdict.scope.uuid in uuids))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvwatch.core.state import CoreState, initial, reconfigure
+from kvwatch.core.state import CoreState, initial, numbered, reconfigure
 from kvwatch.core.tick import step
 
-__all__ = ["CoreState", "initial", "reconfigure", "step"]
+__all__ = ["CoreState", "initial", "numbered", "reconfigure", "step"]

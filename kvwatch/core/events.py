@@ -154,10 +154,13 @@ def _engine_evidence(engine: EngineSignals) -> dict[str, object]:
 
 
 def _sources(last: TickReport | None, report: TickReport) -> Iterator[_Found]:
-    before = {status.source: _word(status) for status in last.sources} if last is not None else {}
+    before = {status.source: status for status in last.sources} if last is not None else {}
     for status in report.sources:
+        old = before.get(status.source)
+        if old is status:
+            continue
         word = _word(status)
-        if word == before.get(status.source, "untried"):
+        if word == (_word(old) if old is not None else "untried"):
             continue
         failure = status.failure
         why = f": {failure.message}" if failure is not None and word not in ("up", "untried") else ""
@@ -215,6 +218,8 @@ def _servers(last: TickReport | None, report: TickReport) -> Iterator[_Found]:
 
 
 def _server(before: ServerReport | None, server: ServerReport) -> Iterator[_Found]:
+    if before is not None and before.signals is server.signals and before.up is server.up:
+        return
     name, scope = server.server, Scope(server=server.server)
     if server.up != (before.up if before is not None else False):
         yield _Found(kind="server", message=f"server {name} is {'up' if server.up else 'down'}", scope=scope)

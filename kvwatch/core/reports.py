@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvwatch.model.gpu import GpuHealth, GpuState
 from kvwatch.model.report import GpuReport, ServerReport, Snapshot
 from kvwatch.model.server import AgentState
-from kvwatch.model.signal import ServerSignals
+from kvwatch.model.signal import GpuSignals, ServerSignals
 from kvwatch.rules.views import GpuView, Inputs, ServerView
 
 
@@ -47,9 +47,25 @@ def identity(state: GpuState) -> GpuState:
 
 def _gpu(view: GpuView, age_s: float) -> GpuReport:
     if not view.fresh:
-        return GpuReport(state=identity(view.state), signals=view.signals, up=False, age_s=age_s, stale=True)
+        signals = _without_figures(view.signals)
+        return GpuReport(state=identity(view.state), signals=signals, up=False, age_s=age_s, stale=True)
     up = view.state.health is GpuHealth.OK
     return GpuReport(state=view.state, signals=view.signals, up=up, age_s=age_s)
+
+
+def _without_figures(signals: GpuSignals | None) -> GpuSignals | None:
+    """What is left of a stale GPU's signals: where a reload has replaced its source, those of the source
+    before are current for a moment longer, and would be a ledger without a total."""
+    if signals is None or (signals.ledger is None and signals.headroom_bytes is None):
+        return signals
+    return GpuSignals(
+        uuid=signals.uuid,
+        index=signals.index,
+        phase=signals.phase,
+        phase_detail=signals.phase_detail,
+        last_step_change_s=signals.last_step_change_s,
+        servers=signals.servers,
+    )
 
 
 def _server(view: ServerView, inputs: Inputs) -> ServerReport:

@@ -9,10 +9,11 @@ from kvwatch.control import plan
 from kvwatch.control.plan import ControlState
 from kvwatch.model.action import ActionResult, Limit, Outcome
 from kvwatch.model.level import RuleId
-from kvwatch.model.report import TickReport
+from kvwatch.model.report import Event, TickReport
 from kvwatch.model.settings import RuleSettings, Settings
 from kvwatch.rules.evaluate import RulesState, complete
 from kvwatch.rules.memory import Memory
+from kvwatch.rules.views import Inputs
 from kvwatch.signals.derive import SignalState
 
 ActionCounts = Mapping[tuple[str, str], int]  # (action, outcome): count
@@ -24,6 +25,7 @@ class CoreState:
 
     `patterns` recognise server processes by kind. `seen_limits` are limits that were found in force at
     start. `told` is the newest outcome per limit lane, so that renewals are not logged one by one.
+    `inputs` is what rules read last: what has not changed since is not looked at again.
     """
 
     settings: Settings
@@ -39,6 +41,7 @@ class CoreState:
     control: ControlState
     actions_total: ActionCounts = field(default_factory=dict)
     told: Mapping[tuple[str, str], tuple[Outcome, Limit | None]] = field(default_factory=dict)
+    inputs: Inputs | None = None
     last: TickReport | None = None
 
 
@@ -76,6 +79,12 @@ def reconfigure(
         rules=complete(settings.rules),
         actions_total=with_zeros(state.actions_total, settings),
     )
+
+
+def numbered(state: CoreState, event: Event) -> tuple[CoreState, Event]:
+    """Give an event of the shell's own the next number."""
+    seq = state.event_seq + 1
+    return replace(state, event_seq=seq), replace(event, seq=seq)
 
 
 def with_zeros(counts: ActionCounts, settings: Settings) -> ActionCounts:

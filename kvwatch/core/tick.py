@@ -28,7 +28,7 @@ def step(
     fresh = fresh_samples(snapshot, settings, clock)
     signal_state, signals = derive(state.signals, snapshot, settings, state.patterns, clock)
     memory = remember(state.memory, snapshot, gpu_states(snapshot, fresh.gpu_sources), clock.mono_s)
-    inputs = look(signals, snapshot, settings, clock, memory, fresh, state.rules)
+    inputs = look(signals, snapshot, settings, clock, memory, fresh, state.rules, state.inputs)
     levels, verdicts = evaluate(state.levels, inputs)
     planned = plan(state.control, signals, verdicts, snapshot, finished, settings, clock)
     after = replace(
@@ -40,6 +40,7 @@ def step(
         control=planned.state,
         actions_total=counted(state.actions_total, finished),
         told=events.told(state.told, finished),
+        inputs=inputs,
     )
     report = _report(after, inputs, fresh, verdicts, planned)
     found = events.found(state, report, finished, planned)

@@ -14,11 +14,13 @@ from kvwatch.daemon.agents import Agents
 from kvwatch.daemon.board import Board
 from kvwatch.daemon.clock import RealClock
 from kvwatch.daemon.dispatcher import Dispatcher
+from kvwatch.daemon.evidence import Evidence
 from kvwatch.daemon.giveback import give_back_all, restore_request
 from kvwatch.daemon.lifecycle import Lifecycle
 from kvwatch.daemon.notify import Notifier
 from kvwatch.daemon.outstanding import Outstanding
 from kvwatch.daemon.paths import Paths
+from kvwatch.daemon.shelf import Shelf
 from kvwatch.daemon.watchlist import GpuFactory, Watchlist
 from kvwatch.exporters import process
 from kvwatch.exporters.events import EventLog
@@ -31,8 +33,11 @@ log = logging.getLogger("kvwatch")
 
 # A new sample wakes the loop, but two ticks are at least this far apart (docs/adr/0002).
 MIN_SPACING_S = 0.02
-# ... and further where a tick is dear (many servers): deciding takes at most about 1/20 of a core.
-SPACING_PER_TICK = 20
+# ... and further where a tick is dear (many servers), up to one `tick`: deciding takes about 1/50 of a core.
+SPACING_PER_TICK = 50
+# Where ticks are much further apart, this is waited for the rest of a group of polls that is coming in.
+GATHER_FROM_S = 0.1
+GATHER_S = 0.05
 # Where nothing has changed, time alone moves only timers of seconds: one tick a second is enough.
 IDLE_TICK_S = 1.0
 HOUSEKEEPING_S = 0.5
@@ -110,6 +115,7 @@ class App:
         self._housekept_s = -HOUSEKEEPING_S
         self._core_failures = 0
         now = self._clock.wall_s()
+        self._evidence = Evidence(paths.evidence, self._event_log.since, mono_s=self._last_tick_s, wall_s=now)
         self._shell = ShellStatus(started_wall_s=now, config_last_reload_success_wall_s=now, demo=demo)
         self._state = self._fresh_state()
 
@@ -122,6 +128,10 @@ class App:
     def events(self, since_wall_s: float) -> list[Event]:
         """Audit events since a Unix time, as far as they are kept."""
         return self._event_log.since(since_wall_s)
+
+    def evidence(self) -> Shelf:
+        """What was kept of the moments when a paging rule turned red."""
+        return self._evidence.shelf
 
     def healthy(self) -> bool:
         """Whether the last tick started recently enough; says nothing about any source."""
@@ -191,6 +201,7 @@ class App:
         self._watchlist.stop()
         self._agents.close()
         self._dispatcher.close()
+        self._evidence.close(self._published)
         if not self._watchlist.wait(SOURCES_END_S):
             log.warning("a GPU source did not end in time: its worker ends when its driver call returns")
 
@@ -200,6 +211,8 @@ class App:
         if next_tick_s > now_s:
             self._board.changed.wait(next_tick_s - now_s)
         early_s = self._last_tick_s + self._spacing_s - self._clock.mono_s()
+        if self._spacing_s >= GATHER_FROM_S:
+            early_s = max(early_s, GATHER_S)
         if early_s > 0:
             threading.Event().wait(early_s)
         self._board.changed.clear()
@@ -243,10 +256,14 @@ class App:
             if not self._dispatcher.offer(request):
                 dropped = self._shell.dropped_actions_total + 1
                 self._shell = replace(self._shell, dropped_actions_total=dropped)
-        if report.events:
-            self._event_log.add(report.events)
-            self._on_events(report.events)
+        self._tell(report.events)
+        self._evidence.follow(report)
         return True
+
+    def _tell(self, events: tuple[Event, ...]) -> None:
+        if events:
+            self._event_log.add(events)
+            self._on_events(events)
 
     def _has_news(self, now_s: float) -> bool:
         """Whether this tick can find anything: a new sample, a result, a limit in force, or a second gone."""
@@ -302,11 +319,17 @@ class App:
             self._watchlist.retry()
             self._retry_orphans(now_s)
             self._count_datagrams()
+            self._tell_evidence()
 
     def _count_datagrams(self) -> None:
         totals, error = self._agents.totals(), self._agents.error
         if (totals, error) != (self._shell.agent_datagrams_total, self._shell.agents_error):
             self._shell = replace(self._shell, agent_datagrams_total=totals, agents_error=error)
+
+    def _tell_evidence(self) -> None:
+        for event in self._evidence.news(self._clock.wall_s()):
+            self._state, event = core.numbered(self._state, event)
+            self._tell((event,))
 
     def _retry_orphans(self, now_s: float) -> None:
         """Levers that an earlier run moved and that did not give back at start, while nothing is wanted."""

@@ -27,6 +27,7 @@ class _Entry:
     errors_total: int = 0
     failure: Failure | None = None
     last_took_s: float | None = None
+    status: SourceStatus | None = None  # as told last; the same object until something about it changes
 
 
 class Board:
@@ -59,6 +60,7 @@ class Board:
             entry = self._entries.get(sample.source)
             if entry is not None and entry.good is None:
                 entry.good = sample
+                entry.status = None
                 self.version += 1
 
     def begin(self, source: str, now_s: float) -> None:
@@ -69,14 +71,16 @@ class Board:
                 entry.busy_since_s = now_s
 
     def put(self, sample: Sample[Any], *, quiet: bool = False) -> None:
-        """A poll has ended, well or not. A quiet sample waits for the next tick instead of causing one."""
+        """A poll has ended, well or not. A quiet sample waits for the next tick instead of causing one,
+        and so does a failure that is told once more."""
         with self._lock:
             entry = self._entries.get(sample.source)
             if entry is None:
                 return
-            quiet = quiet and entry.failure is None and entry.good_total > 0
+            quiet = _says_nothing_new(entry, sample, quiet=quiet)
             self.version += not quiet
             entry.busy_since_s = None
+            entry.status = None
             entry.last_took_s = sample.took_s
             entry.failure = sample.failure
             if sample.failure is None:
@@ -108,12 +112,21 @@ class Board:
         )
 
 
+def _says_nothing_new(entry: _Entry, sample: Sample[Any], *, quiet: bool) -> bool:
+    """Whether nothing can be decided on this sample that could not before: two failures make a fact."""
+    if sample.failure is not None:
+        return sample.failure == entry.failure and entry.errors_total >= 2
+    return quiet and entry.failure is None and entry.good_total > 0
+
+
 def _status(entry: _Entry, now_s: float) -> SourceStatus:
     overdue = entry.busy_since_s is not None and now_s - entry.busy_since_s > entry.deadline_s + STUCK_GRACE_S
     failure = entry.failure
     read = entry.good if entry.good_total > 0 else None
     stuck = overdue or (failure is not None and failure.kind is FailureKind.STUCK)
-    return SourceStatus(
+    if entry.status is not None and entry.status.stuck == stuck:
+        return entry.status
+    entry.status = SourceStatus(
         source=entry.source,
         period_s=entry.expected_period_s,
         up=failure is None and entry.good_total > 0 and not stuck,
@@ -127,3 +140,4 @@ def _status(entry: _Entry, now_s: float) -> SourceStatus:
         failure=failure,
         paused=failure is not None and failure.kind is FailureKind.PAUSED,
     )
+    return entry.status

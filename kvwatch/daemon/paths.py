@@ -34,6 +34,11 @@ class Paths:
         return self.state / "outstanding.json"
 
     @property
+    def evidence(self) -> Path:
+        """What was kept of the moments when a paging rule turned red."""
+        return self.state / "evidence"
+
+    @property
     def lock(self) -> Path:
         """Held by the running daemon."""
         return self.runtime / "daemon.lock"

@@ -28,8 +28,10 @@ class Poller:
         self.source = source
         self._board = board
         self._clock = clock
-        self._start_delay_s = start_delay_s
-        self._stop = threading.Event()
+        self._first_s = clock.mono_s() + start_delay_s
+        self._stopped = False
+        self._gate = threading.Lock()  # held until it is stopped: cheaper to wait for than an Event
+        self._gate.acquire()
         self._writing = threading.Lock()  # so that nothing reaches the board once `stop` has returned
         self._last_bug = ""
         self._thread = threading.Thread(target=self._run, name=f"poll-{source.name}", daemon=True)
@@ -51,7 +53,9 @@ class Poller:
         thread closes a source with a period itself; one that paces itself is the caller's to close.
         """
         with self._writing:
-            self._stop.set()
+            if not self._stopped:
+                self._stopped = True
+                self._gate.release()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread; False when it is still inside a call."""
@@ -66,10 +70,10 @@ class Poller:
                 self.source.close()
 
     def _poll_until_stopped(self) -> None:
-        if self._stop.wait(self._start_delay_s):
+        due_s = self._first_s
+        if self._wait(max(0.0, due_s - self._clock.mono_s())):
             return
-        due_s = self._clock.mono_s()
-        while not self._stop.is_set():
+        while not self._stopped:
             failed = self._once()
             now_s = self._clock.mono_s()
             if self.paces_itself:
@@ -77,14 +81,18 @@ class Poller:
             else:
                 due_s = max(due_s + self.source.period_s, now_s)
                 wait_s = due_s - now_s
-            if wait_s > 0 and self._stop.wait(wait_s):
+            if wait_s > 0 and self._wait(wait_s):
                 return
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait for the stop, at most this long; whether it has come."""
+        return self._gate.acquire(timeout=seconds)
 
     def _once(self) -> bool:
         """One poll onto the board; True when it failed."""
         started_s = self._clock.mono_s()
         with self._writing:
-            if not self._stop.is_set():
+            if not self._stopped:
                 self._board.begin(self.source.name, started_s)
         value, failure = None, None
         try:
@@ -107,6 +115,6 @@ class Poller:
         )
         quiet = failure is None and bool(getattr(self.source, "quiet", False))
         with self._writing:
-            if not self._stop.is_set():
+            if not self._stopped:
                 self._board.put(sample, quiet=quiet)
         return failure is not None

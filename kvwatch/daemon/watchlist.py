@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Callable
@@ -21,6 +22,9 @@ log = logging.getLogger("kvwatch.watchlist")
 # An age at which everything is stale.
 LONG_AGO_S = -1e9
 RETRY_S = 5.0
+# Polls fall into groups this far apart: a processor that wakes up for one server alone takes nearly twice as
+# long over it as over one of a group.
+GROUP_S = 0.5
 
 GpuFactory = Callable[[GpuSettings, float], Source[Any] | None]
 
@@ -38,6 +42,8 @@ class Watchlist:
         self._retry_s = 0.0
         self._unmade: dict[str, tuple[object, Callable[[], Source[Any] | None]]] = {}
         self._jitter = random.Random()  # noqa: S311 - spreads polls, guards nothing
+        self._first_group_s = clock.mono_s() + self._jitter.uniform(0.0, GROUP_S)
+        self._groups = itertools.count()
 
     def apply(self, settings: Settings) -> None:
         """Start, keep or stop pollers so that exactly the configured sources run."""
@@ -95,7 +101,7 @@ class Watchlist:
             return
         if source is None:
             return
-        delay_s = self._jitter.uniform(0.0, min(max(source.period_s, 0.0), 1.0))
+        delay_s = self._delay_s(source.period_s)
         poller = Poller(source, self._board, self._clock, start_delay_s=delay_s)
         self._running[key] = (identity, poller)
         self._seed(source)
@@ -106,6 +112,13 @@ class Watchlist:
         if pause is not None:
             self._chores.add(pause)
         self._chores.add(poller.start)  # not before the source in its place has ended its worker
+
+    def _delay_s(self, period_s: float) -> float:
+        """Seconds until a source's first poll: within its period, and within a second."""
+        span_s = min(max(period_s, 0.0), 1.0)
+        if span_s < 2 * GROUP_S:
+            return self._jitter.uniform(0.0, span_s)
+        return turn_s(self._clock.mono_s() - self._first_group_s, next(self._groups))
 
     def _seed(self, source: Source[Any]) -> None:
         """GPUs of the inventory are shown as gone until they answer, also where no driver ever does."""
@@ -134,6 +147,15 @@ class Watchlist:
     def wait(self, timeout_s: float) -> bool:
         """Wait for the ends that take time; one inside a call that hangs is left behind (False)."""
         return self._chores.wait(timeout_s)
+
+
+def turn_s(since_first_s: float, number: int) -> float:
+    """Seconds until the next turn of group `number`, as seen so long after a turn of the first group.
+
+    There are as many groups as fit into a second; with periods of whole seconds they stay together.
+    """
+    groups = int(1.0 / GROUP_S)
+    return (number % groups * GROUP_S - since_first_s) % (groups * GROUP_S)
 
 
 def _switch(source: Source[Any], released: bool) -> Callable[[], object] | None:

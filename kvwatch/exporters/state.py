@@ -209,6 +209,9 @@ def _memory(found: GpuState) -> Json | None:
         "used_bytes": memory.used_bytes,
         "free_bytes": memory.free_bytes,
         "reserved_bytes": memory.reserved_bytes,
+        "reclaimable_bytes": found.reclaimable_bytes,
+        "os_pages_bytes": found.os_pages_bytes,
+        "note": found.memory_note,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvwatch.model.gpu import Accounting
 from kvwatch.model.level import Level, Reason, Scope
 from kvwatch.model.report import GpuReport, ServerReport, TickReport
 from kvwatch.model.sample import SourceStatus
@@ -57,8 +58,10 @@ def _gpu(gpu: GpuReport) -> Iterator[tuple[str, str]]:
     if found.memory is None:
         why = found.health_detail or ("its figures are too old" if gpu.stale else "no source reports it")
         yield f"memory of {name}", why
-    elif found.memory.reserved_bytes is None:
+    elif found.memory.accounting is Accounting.V1:
         yield f"reserved memory of {name}", "this driver counts it as used (memory information v1)"
+    if found.memory is not None and found.memory_note:
+        yield f"memory of {name} alone", found.memory_note
     if found.capabilities_missing:
         yield f"{', '.join(found.capabilities_missing)} of {name}", "this device does not support it"
 

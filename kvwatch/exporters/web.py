@@ -3,14 +3,13 @@
 One thread accepts, and holds each connection until a whole request is there; two workers answer.
 Nothing waits for a client outside the selector: half a request, half a TLS handshake, and an
 answer that nobody reads cost a connection, never a thread. Connections are capped below the
-descriptor limit; at the cap the one that has got nowhere for longest gives way. Passwords are
+descriptor limit; at the cap somebody who has got nowhere gives way (`first_to_go`). Passwords are
 checked by a thread of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import queue
 import selectors
 import socket
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 from kvwatch.exporters.provider import Provider
 from kvwatch.exporters.web_auth import Access, Authenticator
 from kvwatch.exporters.web_config import BadCertificateError, TlsServerConfig, WebConfig
-from kvwatch.exporters.web_conn import READ, Conn, Phase
+from kvwatch.exporters.web_conn import READ, Conn, Phase, first_to_go
 from kvwatch.exporters.web_http import (
     HttpError,
     Request,
@@ -33,7 +32,7 @@ from kvwatch.exporters.web_http import (
     unauthorized,
     wire,
 )
-from kvwatch.exporters.web_limits import Limits, connection_cap, listen
+from kvwatch.exporters.web_limits import ACCEPTS_AT_ONCE, SHORT_OF_ROOM, Limits, connection_cap, listen
 from kvwatch.exporters.web_routes import Routes
 
 if TYPE_CHECKING:
@@ -42,10 +41,7 @@ if TYPE_CHECKING:
 WORKERS = 2
 DEFAULT_LIMITS = Limits()
 MAX_PIPELINED = 16
-ACCEPTS_AT_ONCE = 32
 CLOSE_S = 0.9
-
-_SHORT_OF_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class WebServer:
@@ -153,7 +149,7 @@ class WebServer:
         with contextlib.suppress(OSError):  # a full pipe wakes as well; a closed one needs nobody
             self._wake_in.send(b"x")
 
-    # --- the selector thread
+    # -- the selector thread
 
     def _loop(self) -> None:
         try:
@@ -194,18 +190,20 @@ class WebServer:
     def _accept(self) -> None:
         assert self._listener is not None  # noqa: S101 start() has set it
         for _ in range(ACCEPTS_AT_ONCE):
+            if self._count >= self._cap and not self._waiting:
+                time.sleep(0.005)  # all are being answered: newcomers wait in the kernel's queue
+                return
             try:
                 sock, _peer = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in _SHORT_OF_ROOM and not self._evict():
+                if error.errno in SHORT_OF_ROOM and not self._evict():
                     time.sleep(0.05)  # nothing to close: let the workers finish something
                 return
             sock.setblocking(False)
-            if self._count >= self._cap and not self._evict():
-                sock.close()
-                continue
+            if self._count >= self._cap:
+                self._evict()
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             conn = Conn(sock, time.monotonic(), tls=self._config.tls is not None)
@@ -232,12 +230,15 @@ class WebServer:
             self._jobs.put(conn)
 
     def _evict(self) -> bool:
-        """Close the connection that has got nowhere for longest; False when all are being answered."""
-        oldest = min(self._waiting, key=lambda conn: conn.progress_s, default=None)
-        if oldest is None:
-            return False
-        self._drop(oldest)
-        return True
+        """Close some; False when nobody was: there is nobody, or all had sent more and were heard first."""
+        closed = False
+        for conn in first_to_go(self._waiting, max(1, self._cap // 32)):
+            if conn.unread():
+                self._ready(conn)
+            else:
+                self._drop(conn)
+                closed = True
+        return closed
 
     def _wait(self, conn: Conn) -> None:
         self._waiting.add(conn)
@@ -451,7 +452,7 @@ class WebServer:
             response, wall_s=time.time(), keep_alive=conn.keep_alive, head_only=head_only, extra=headers
         )
         conn.outbox = memoryview(data)
-        conn.phase = Phase.ANSWER
+        conn.phase, conn.answered = Phase.ANSWER, True
         conn.deadline_s = time.monotonic() + self._limits.write_s
         self._finish(conn)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import heapq
 import selectors
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from kvwatch.exporters.web_auth import Access
@@ -25,6 +27,7 @@ READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 SCRAPE = b"GET /metrics HTTP/1."
 CHUNK_BYTES = 64 * 1024
+DISCARDED_AT_ONCE = 16  # chunks: who sends without end may not keep the selector's thread
 
 
 class Phase(enum.Enum):
@@ -37,12 +40,22 @@ class Phase(enum.Enum):
     CLOSED = "closed"
 
 
+class Stage(enum.Enum):
+    """How far a client has come."""
+
+    SILENT = "silent"  # connected, and not a word
+    GREETING = "greeting"  # inside the TLS handshake
+    ASKING = "asking"  # its first request is not whole yet
+    ANSWERED = "answered"  # at least once
+
+
 class Conn:
     """State of one connection. Times are monotonic seconds."""
 
     __slots__ = (
         "_sock",
         "access",
+        "answered",
         "deadline_s",
         "inbox",
         "keep_alive",
@@ -68,6 +81,7 @@ class Conn:
         self.searched = 0
         self.need_bytes = 0
         self.keep_alive = True
+        self.answered = False
         self.progress_s = now_s  # of the accept or of the last whole request: dripping is no progress
         self.deadline_s = now_s
 
@@ -83,6 +97,22 @@ class Conn:
     def secure_socket(self) -> ssl.SSLSocket | None:
         """The TLS socket once `wrap` was called."""
         return cast("ssl.SSLSocket", self._sock) if hasattr(self._sock, "do_handshake") else None
+
+    @property
+    def stage(self) -> Stage:
+        """How far this client has come."""
+        if self.answered:
+            return Stage.ANSWERED
+        if self.phase is Phase.HANDSHAKE and self.secure_socket is not None:
+            return Stage.GREETING
+        return Stage.ASKING if self.inbox or self.secure_socket is not None else Stage.SILENT
+
+    def unread(self) -> bool:
+        """Whether the client has sent something that was not looked at yet."""
+        try:
+            return bool(socket.socket.recv(self._sock, 1, socket.MSG_PEEK))  # raw bytes, also under TLS
+        except OSError:
+            return False
 
     def holds_one_scrape(self) -> bool:
         """Whether what has arrived is one GET of /metrics and nothing behind it: milliseconds, no waiting."""
@@ -163,14 +193,15 @@ class Conn:
         self._sock.shutdown(socket.SHUT_WR)
 
     def discard(self) -> bool:
-        """Read and forget while lingering; whether the client has closed."""
-        while True:
+        """Read and forget a good deal while lingering; whether the client has closed."""
+        for _ in range(DISCARDED_AT_ONCE):
             try:
                 data = socket.socket.recv(self._sock, CHUNK_BYTES)  # raw bytes, also under TLS
             except BlockingIOError:
                 return False
             if not data:
                 return True
+        return False
 
     def close(self) -> None:
         """Close; any number of times."""
@@ -205,3 +236,16 @@ class Conn:
         except ssl.SSLWantWriteError:
             self.want = WRITE
         return None
+
+
+def first_to_go(waiting: Collection[Conn], count: int) -> list[Conn]:
+    """Who gives way to newcomers: of the most crowded stage those that have got nowhere for longest.
+
+    A flood crowds one stage, and then pays for itself: the silent push out each other and not a client
+    that is sending its request.
+    """
+    stages = {conn: conn.stage for conn in waiting}
+    for crowded, _ in Counter(stages.values()).most_common(1):
+        crowd = [conn for conn in waiting if stages[conn] is crowded]
+        return heapq.nsmallest(count, crowd, key=lambda conn: conn.progress_s)
+    return []

@@ -13,6 +13,7 @@ GZIP_MIN_BYTES = 1024
 
 REASONS = {
     200: "OK",
+    302: "Found",
     304: "Not Modified",
     400: "Bad Request",
     401: "Unauthorized",

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import socket
 from dataclasses import dataclass
+
+SHORT_OF_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+ACCEPTS_AT_ONCE = 32  # then those who are connected have their turn
+# Connections that wait to be accepted. Who does not fit is heard again after a second: a flood of a thousand
+# at once must not cost a scrape that second. The kernel's own bound (net.core.somaxconn) is 4,096.
+BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +46,7 @@ def listen(host: str, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual else 1)
         sock.bind(address)
-        sock.listen(128)
+        sock.listen(BACKLOG)
         sock.setblocking(False)
     except OSError:
         sock.close()

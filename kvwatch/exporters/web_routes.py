@@ -11,6 +11,7 @@ from kvwatch.exporters.events import event_json
 from kvwatch.exporters.prometheus import OPENMETRICS_CONTENT_TYPE, TEXT_CONTENT_TYPE, Page
 from kvwatch.exporters.provider import Provider
 from kvwatch.exporters.state import dumps, state
+from kvwatch.exporters.web_evidence import EvidenceRoutes, is_mine
 from kvwatch.exporters.web_http import (
     GZIP_MIN_BYTES,
     HttpError,
@@ -75,6 +76,7 @@ class Routes:
         self._metrics_page = Page()
         self._rendered = Rendered()
         self._assets: dict[str, bytes] = {}
+        self._evidence = EvidenceRoutes(provider, PAGE_HEADERS)
         self._reloading = threading.Lock()  # one reload at a time; a second is turned away
         self._get: dict[str, Callable[[Request], Response]] = {
             "/metrics": self._metrics,
@@ -92,6 +94,8 @@ class Routes:
             if request.method != "POST":
                 raise HttpError(405, "reload wants POST", headers=(("Allow", "POST"),))
             return self._reload(request)
+        if route is None and is_mine(request.path):
+            route = self._evidence.answer
         if route is None:
             raise HttpError(404, "there is nothing here; try / or /metrics")
         if request.method not in ("GET", "HEAD"):

@@ -1,15 +1,18 @@
-"""Which rules does Prometheus load? The alerts of the catalogue, as a rules file and for the operator."""
+"""Which rules does Prometheus load? The catalogue's alerts and recordings, as a file and for the operator."""
 
 from __future__ import annotations
 
+from kvwatch.catalogue.alert_recordings import RECORDINGS
 from kvwatch.catalogue.alerts import ALERTS, JOB, RUNBOOKS, AlertSpec
 from kvwatch.gen import yamltext
 
 RULES_FILE = "alerts/kvwatch.rules.yml"
-OPERATOR_FILE = "alerts/prometheusrule.yml"
+OPERATOR_FILE = "alerts/kvwatch.prometheusrule.yaml"
 NOTE = f"""
 Needs Prometheus 2.42 or newer (keep_firing_for). Scrape kvwatch under the job name `{JOB}`.
 Runbooks are linked below {RUNBOOKS}; to use a copy of your own, replace that text in this file.
+`evidence` leads to kvwatch itself at `instance`: where that is not its host:port, or kvwatch serves TLS, see
+docs/evidence.md.
 """
 
 
@@ -30,12 +33,14 @@ def duration(seconds: int) -> str:
 
 
 def groups() -> list[dict[str, object]]:
-    """Two groups: kvwatch itself, and what it watches."""
+    """Three groups: kvwatch itself, what it watches, and a few series per host for overviews."""
     watcher = [_rule(spec) for spec in ALERTS if spec.rule is None]
     watched = [_rule(spec) for spec in ALERTS if spec.rule is not None]
+    recordings = [{"record": row.name, "expr": row.expr.text} for row in RECORDINGS]
     return [
         {"name": "kvwatch-itself", "interval": "15s", "rules": watcher},
         {"name": "kvwatch", "interval": "5s", "rules": watched},
+        {"name": "kvwatch-fleet", "interval": "15s", "rules": recordings},
     ]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvwatch.catalogue.alert_spec import SCOPE_LABELS, AlertSpec
 from kvwatch.catalogue.alerts import ALERTS
 from kvwatch.catalogue.promql import number
-from kvwatch.gen import alert_cases, yamltext
+from kvwatch.gen import alert_cases, recording_cases, yamltext
 from kvwatch.gen.promtool import HOST, STEP_S, Case, case, expects, metric_series
 from kvwatch.model.level import Level
 
@@ -106,7 +106,11 @@ def _bridges(spec: AlertSpec, title: str, level: Callable[[str], list[dict[str, 
 
 def files() -> dict[str, str]:
     """The rule tests."""
-    tests = [*alert_cases.cases(), *(case for spec in ALERTS for case in _rule_cases(spec))]
+    tests = [
+        *alert_cases.cases(),
+        *(case for spec in ALERTS for case in _rule_cases(spec)),
+        *recording_cases.cases(),
+    ]
     document = {
         "rule_files": ["kvwatch.rules.yml"],
         "evaluation_interval": f"{STEP_S}s",

@@ -24,6 +24,7 @@ from kvwatch.gen.panels import (
     INSTANCE,
     LEVEL_NAMES,
     LEVELS,
+    PLAIN,
     SCOPE,
     SERVER,
     UP_NAMES,
@@ -74,6 +75,7 @@ def _red_now() -> Any:
         "docs/rules.md). Empty when everything is green or unknown.",
         "none",
         Query(series(metric("rule_value"), **SCOPE).where(raised, on=on)),
+        hide=("uuid",),
     )
 
 
@@ -118,10 +120,12 @@ def _counts() -> tuple[Any, ...]:
         ),
         panels.number(
             "Limits in force",
-            "Engines that kvwatch limits now.",
+            "Engines that kvwatch limits now. `no targets`: none is listed under `control.targets`, so none "
+            "can be.",
             "none",
             Query(limits, "limited"),
             steps=(("green", None), ("#EAB839", 1)),
+            nothing="no targets",
         ),
     )
 
@@ -142,6 +146,7 @@ def _overview() -> str:
             ),
             Row("Forecast", (boards_gpu.exhaustion(), boards_kv.limits())),
         ],
+        [*boards_kv.notes(), boards_gpu.xid_note()],
     )
 
 
@@ -332,9 +337,10 @@ def _loop() -> tuple[Row, ...]:
             (
                 panels.states(
                     "Mode",
-                    "The mode in force is the line that is active: observe, advise or act.",
-                    Query(_of_host("control_mode"), "{{instance}} {{mode}}"),
-                    names=ACTIVE_NAMES,
+                    "The mode in force. observe: only watch; advise: decide and apply nothing; act: limit.",
+                    Query(_of_host("control_mode").eq(1), "{{instance}} {{mode}}"),
+                    steps=PLAIN,
+                    names=[],
                 ),
                 panels.lines(
                     "Actions by outcome",

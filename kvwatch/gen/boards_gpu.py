@@ -7,7 +7,18 @@ from typing import Any
 from kvwatch.catalogue.alert_spec import metric
 from kvwatch.catalogue.promql import Expr, Match, increase, max_by, rate, regex, series
 from kvwatch.gen import panels
-from kvwatch.gen.panels import GOOD_IS_ONE, GPU, GPU_OR_NONE, INSTANCE, SERVER, UP_NAMES, WINDOW, Query, Row
+from kvwatch.gen.panels import (
+    GOOD_IS_ONE,
+    GPU,
+    GPU_OR_NONE,
+    INSTANCE,
+    SERVER,
+    UP_NAMES,
+    WINDOW,
+    Note,
+    Query,
+    Row,
+)
 from kvwatch.gen.variables import gpu_variable, instance_variable, server_variable
 
 NAMED = "{{instance}} GPU {{gpu}}"
@@ -78,11 +89,12 @@ def exhaustion() -> Any:
     )
     return panels.lines(
         "Time until device memory is gone",
-        "Central estimate with its interval; nothing is drawn while memory does not fill (+Inf). Believe "
-        "it only when the measured coverage is good, and not within ten minutes of a step.",
+        "Central estimate with its interval, up to two hours; nothing is drawn while memory does not fill "
+        "(+Inf). Believe it only when the measured coverage is good, and not within ten minutes of a step.",
         "s",
         Query(left, f"{NAMED} {{{{bound}}}}"),
         *limits_of("device_exhaustion"),
+        top=7200,
         runbook="KvwatchDeviceExhaustionSoon",
     )
 
@@ -201,8 +213,17 @@ def _allocator_row() -> Row:
     )
 
 
+def _xids() -> Expr:
+    found = panels.news(_gpu("gpu_xid_events_total"), _gpu("gpu_up"), ("job", "instance", "uuid"))
+    return max_by(found, "instance", "gpu", "xid")
+
+
+def xid_note() -> Note:
+    """Mark driver errors."""
+    return Note("Xid events", _xids(), "Xid {{xid}} on GPU {{gpu}} of {{instance}}", "red")
+
+
 def _device_rows() -> list[Row]:
-    xids = max_by(increase(_gpu("gpu_xid_events_total"), WINDOW), "instance", "gpu", "xid")
     health = max_by(_gpu("gpu_state").eq(1), "instance", "gpu", "state")
     return [
         Row(
@@ -229,7 +250,7 @@ def _device_rows() -> list[Row]:
                     "New driver error events by code. What each means: NVIDIA's Xid catalogue and the "
                     "runbook.",
                     "short",
-                    Query(xids.gt(0), f"{NAMED} Xid {{{{xid}}}}"),
+                    Query(_xids(), f"{NAMED} Xid {{{{xid}}}}"),
                     runbook="KvwatchGpuXid",
                 ),
                 panels.lines(
@@ -274,4 +295,5 @@ def board() -> str:
         "Device memory: who holds it, how near it is to running out, and whether the devices are well.",
         [instance_variable(), server_variable(), gpu_variable()],
         [*_memory_rows(), _allocator_row(), *_device_rows()],
+        [xid_note()],
     )

@@ -18,6 +18,7 @@ from kvwatch.gen.panels import (
     UP_NAMES,
     WINDOW,
     YES_NAMES,
+    Note,
     Query,
     Row,
 )
@@ -99,6 +100,16 @@ def limits() -> Any:
     )
 
 
+def notes() -> list[Note]:
+    """Mark what kvwatch imposed, and restarts."""
+    limited = max_by(_engine("limit_active").gt(0), "instance", "server")
+    again = max_by(increase(_engine("engine_restarts_total"), WINDOW).gt(0), "instance", "server")
+    return [
+        Note("Limits by kvwatch", limited, "{{server}} on {{instance}} is limited", "orange"),
+        Note("Engine restarts", again, "{{server}} on {{instance}} restarted", "purple"),
+    ]
+
+
 def _server_row() -> Row:
     return Row(
         "Servers",
@@ -155,9 +166,11 @@ def _pool_row() -> Row:
             panels.lines(
                 "Time until the pool is full",
                 "`floor` is the minimum at the highest rate ever seen: if it is under a few seconds, no "
-                "reaction from outside can come in time, and the engine's own watermark is the tool.",
+                "reaction from outside can come in time, and the engine's own watermark is the tool. Longer "
+                "times than five minutes are off the chart.",
                 "s",
                 Query(left, f"{NAMED} {{{{bound}}}}"),
+                top=300,
             ),
             panels.lines(
                 "How often the forecast's interval held",
@@ -273,4 +286,5 @@ def board() -> str:
             ),
             _meaning_row(),
         ],
+        notes(),
     )

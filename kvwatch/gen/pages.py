@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvwatch.catalogue import metrics_gpu, metrics_self, metrics_server, metrics_verdict
+from kvwatch.catalogue.alert_recordings import RECORDINGS, Recording
 from kvwatch.catalogue.alerts import ALERTS, AlertSpec
 from kvwatch.catalogue.metrics import MetricSpec, Stability
 from kvwatch.config import reference
@@ -132,6 +133,10 @@ def _alert_row(spec: AlertSpec) -> list[str]:
     return [link, spec.severity, f"`{_cell(spec.expr.text)}`", duration(spec.for_s), keep]
 
 
+def _recording_row(row: Recording) -> list[str]:
+    return [f"`{row.name}`", row.text]
+
+
 def _rules_page() -> str:
     overview = _table(
         ("rule", "yellow", "red", "red pages"),
@@ -152,6 +157,9 @@ def _rules_page() -> str:
             overview,
             *(_rule_section(spec) for spec in SPECS),
             "## Alerts\n\nAs shipped in `alerts/kvwatch.rules.yml`.\n\n" + alerts,
+            "## Recording rules\n\nIn the same file, for overviews and federation of many hosts; nothing "
+            "that ships needs them.\n\n"
+            + _table(("series", "what it says"), map(_recording_row, RECORDINGS)),
         ]
     )
 

@@ -16,7 +16,7 @@ import grafanalib.core as g
 from grafanalib._gen import DashboardEncoder
 
 from kvwatch.catalogue.alerts import RUNBOOKS
-from kvwatch.catalogue.promql import Expr, Match, regex
+from kvwatch.catalogue.promql import Expr, Match, increase, regex
 
 # grafana/grafana, apps/dashboard/pkg/migration: 39 needs no panel migration in Grafana 10 to 12.
 SCHEMA_VERSION = 39
@@ -32,6 +32,8 @@ GPU = regex("$gpu")
 SERVER_OR_NONE = regex("$server|")
 GPU_OR_NONE = regex("$gpu|")
 SCOPE: dict[str, Match] = {"instance": INSTANCE, "server": SERVER_OR_NONE, "gpu": GPU_OR_NONE}
+
+_COLUMNS = ("instance", "rule", "server", "engine", "gpu")  # the others follow as they come
 
 Steps = tuple[tuple[str, float | None], ...]
 PLAIN: Steps = (("blue", None),)
@@ -153,8 +155,9 @@ def number(
     steps: Steps = PLAIN,
     names: list[dict[str, Any]] | None = None,
     runbook: str = "",
+    nothing: str = "no data",
 ) -> Any:
-    """Show the present value as a big number, coloured by `steps`."""
+    """Show the present value as a big number, coloured by `steps`; `nothing` where there is no series."""
     return g.Stat(
         **_common(title, how, runbook),
         targets=_targets(queries),
@@ -162,7 +165,7 @@ def number(
         reduceCalc="lastNotNull",
         colorMode="background" if steps is not PLAIN else "value",
         graphMode="none",
-        noValue="no data",
+        noValue=nothing,
         color={"mode": "thresholds"},
         thresholds=_steps(steps),
         mappings=names or [],
@@ -191,17 +194,62 @@ def states(
 def table(
     title: str, how: str, unit: str, *queries: Query, hide: Sequence[str] = (), runbook: str = ""
 ) -> Any:
-    """Show present values with their labels."""
+    """Show present values with their labels, what identifies a row first and the value last."""
     hidden = dict.fromkeys(("Time", "__name__", "job", *hide), True)
+    order = {name: place for place, name in enumerate(_COLUMNS)}
     return g.Table(
         **_common(title, how, runbook),
         targets=_targets(queries, format="table", instant=True),
         unit=unit,
         transformations=[
             {"id": "merge", "options": {}},
-            {"id": "organize", "options": {"excludeByName": hidden}},
+            {
+                "id": "organize",
+                "options": {
+                    "excludeByName": hidden,
+                    "indexByName": order,
+                    "renameByName": {"instance": "host", "Value": "value"},
+                },
+            },
         ],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What is marked on every panel's time axis while `expr` is above zero. `text` may hold {{label}}."""
+
+    name: str
+    expr: Expr
+    text: str
+    color: str
+
+    def row(self) -> dict[str, Any]:
+        """The annotation query as Grafana's Prometheus data source reads it."""
+        return {
+            "datasource": DATASOURCE,
+            "enable": True,
+            "expr": self.expr.text,
+            "hide": False,
+            "iconColor": self.color,
+            "name": self.name,
+            "step": "1s",  # the least; Grafana takes the panel's step where that is longer
+            "tagKeys": "instance,server,engine,gpu",
+            "textFormat": self.text,
+            "titleFormat": self.name,
+        }
+
+
+def news(counter: Expr, alive: Expr, on: Sequence[str]) -> Expr:
+    """Increase of a counter whose series appears with its first event, that first event included.
+
+    `increase` knows nothing before a series' first sample, so a first event would be 0. It is new where
+    a window ago the series was missing although `alive` (joined by `on`) was there to tell.
+    """
+    fresh = f"({counter.text} unless {counter.text} offset {WINDOW})"
+    told = f"on ({', '.join(on)}) {alive.text} offset {WINDOW}"
+    grown = increase(counter, WINDOW)
+    return Expr(f"({grown.text} > 0) or ({fresh} and {told})", grown.labels, atomic=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +291,14 @@ def variable(name: str, label: str, query: str) -> Any:
     )
 
 
-def dashboard(uid: str, title: str, about: str, variables: Sequence[Any], rows: Sequence[Row]) -> str:
+def dashboard(
+    uid: str,
+    title: str,
+    about: str,
+    variables: Sequence[Any],
+    rows: Sequence[Row],
+    notes: Sequence[Note] = (),
+) -> str:
     """Write one dashboard as JSON text."""
     board = g.Dashboard(
         title=title,
@@ -258,6 +313,7 @@ def dashboard(uid: str, title: str, about: str, variables: Sequence[Any], rows: 
         time=g.Time("now-1h", "now"),
         panels=arrange(rows),
         links=[_others()],
+        annotations=g.Annotations(list=[note.row() for note in notes]),
         templating=g.Templating(
             list=[
                 g.Template(name="datasource", type="datasource", query="prometheus", label="Data source"),
@@ -323,6 +379,8 @@ def _panel(raw: dict[str, Any]) -> dict[str, Any]:
     result = _without(raw, _OLD_PANEL)
     result["pluginVersion"] = PLUGIN_VERSION
     result["targets"] = [_without(target, _OLD_TARGET) for target in raw["targets"]]
+    if "legend" in result.get("options", {}):
+        result["options"]["legend"]["showLegend"] = True
     config = result["fieldConfig"]
     custom = config["defaults"].get("custom", {})
     if not config["defaults"].get("thresholds", {}).get("steps"):
@@ -331,6 +389,7 @@ def _panel(raw: dict[str, Any]) -> dict[str, Any]:
         custom["scaleDistribution"] = {"type": "linear"}
     if raw["type"] == "table":
         custom["cellOptions"] = {"type": custom.pop("displayMode", "auto")}
+        custom["minWidth"] = 70  # instead of 150: every column of a third of the screen is in sight
     return result
 
 

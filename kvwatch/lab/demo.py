@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvwatch.lab.demo_gpus import DemoGpus
-from kvwatch.lab.demo_script import SCENARIOS, Scenario
+from kvwatch.lab.demo_script import ALL, SCENARIOS, Scenario
 from kvwatch.lab.demo_server import DemoServer
 from kvwatch.lab.demo_world import World
 from kvwatch.model.level import RuleId
@@ -24,11 +24,16 @@ class Demo:
     """A running demo: give `settings` and `gpu_source` to the daemon, and `close` it at the end."""
 
     def __init__(
-        self, scenario: Scenario, base: Settings, mono: Callable[[], float], wall: Callable[[], float]
+        self,
+        scenario: Scenario,
+        base: Settings,
+        mono: Callable[[], float],
+        wall: Callable[[], float],
+        speed: float = 1.0,
     ) -> None:
         self._scenario = scenario
         self._told_s = -1.0
-        self.world = World(scenario, mono, wall)
+        self.world = World(scenario, lambda: speed * mono(), wall)
         self.server = DemoServer(self.world.page, lambda: not self.world.phase().server_down)
         self.gpu_source = DemoGpus(self.world, self.server.port, mono, base.gpus.peak_window_s)
         self.settings = settings_for(base, self.server.port)
@@ -44,7 +49,7 @@ class Demo:
         return "\n".join(lines)
 
     def narrate(self, elapsed_s: float) -> str | None:
-        """The line of a phase that has begun since the last call, if any; each is told once."""
+        """The line of a phase that has begun since the last call, if any; each is told once. Script time."""
         begun = self._scenario.begun(self._told_s, elapsed_s)
         self._told_s = elapsed_s
         return begun[-1][1].line if begun else None
@@ -61,11 +66,16 @@ def start(
     *,
     mono: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
+    speed: float = 1.0,
 ) -> Demo:
-    """Start a demo on top of complete settings. Raises ValueError for a name that is not in SCENARIOS."""
-    if scenario not in SCENARIOS:
-        raise ValueError(f"no demo scenario {scenario!r}; there are {', '.join(SCENARIOS)}")
-    return Demo(SCENARIOS[scenario], base, mono, wall)
+    """Start a demo on top of complete settings; its story and load run at `speed`, the daemon does not.
+
+    Raises ValueError for a name that is neither in SCENARIOS nor `all`.
+    """
+    found = {**SCENARIOS, ALL.name: ALL}.get(scenario)
+    if found is None:
+        raise ValueError(f"no demo scenario {scenario!r}; there are {', '.join(SCENARIOS)}, {ALL.name}")
+    return Demo(found, base, mono, wall, speed)
 
 
 def settings_for(base: Settings, port: int) -> Settings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_PER_S = 13.0  # no phase asks for more
 
@@ -160,3 +160,16 @@ _FAULTS = Scenario(
     ),
 )
 SCENARIOS = {scenario.name: scenario for scenario in (_CALM, _OVERLOAD, _LEAK, _FAULTS, _TOUR)}
+
+
+def chained(name: str, summary: str, scenarios: tuple[Scenario, ...]) -> Scenario:
+    """One scenario after the other, each for one of its rounds; then again from the first."""
+    phases: list[Phase] = []
+    at_s = 0.0
+    for scenario in scenarios:
+        phases += [replace(phase, at_s=at_s + phase.at_s) for phase in scenario.phases]
+        at_s += scenario.period_s
+    return Scenario(name=name, summary=summary, period_s=at_s, phases=tuple(phases))
+
+
+ALL = chained("all", "every other story, one after the other", (_TOUR, _OVERLOAD, _LEAK, _FAULTS))

@@ -106,6 +106,9 @@ class GpuState:
     xid_events_total: tuple[tuple[int, int], ...] = ()  # (xid, count), kept over worker restarts
     last_xid: int | None = None
     last_xid_s: float | None = None  # monotonic
+    memory_note: str = ""  # what `memory` is on this device, where it is no ordinary device memory
+    reclaimable_bytes: int | None = None  # unified: the part of free that is page cache just now
+    os_pages_bytes: int | None = None  # GH200, GB200: the part of used that the operating system keeps there
     reported_by: str = "nvml"
     capabilities_missing: tuple[str, ...] = ()
 

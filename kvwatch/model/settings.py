@@ -182,6 +182,7 @@ class TargetSettings:
     max_moves: int = 4
     moves_window_s: float = 600.0
     via: tuple[ActionSettings, ...] = (ActionSettings(kind="lease"),)
+    compact: bool = False  # ask the server's agent to return unused allocator memory when the device needs it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

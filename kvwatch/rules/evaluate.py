@@ -15,14 +15,18 @@ from kvwatch.rules.spec import Reading, RuleSpec
 from kvwatch.rules.views import Inputs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Judged:
-    """One rule in one scope: what was read last, under which settings, and where that has led."""
+    """One rule in one scope: what was read last, under which settings, and where that has led.
+
+    Never changed once made; not frozen only because that makes it slow to make.
+    """
 
     reading: Reading
     settings: RuleSettings
     band: Bands
     state: LevelState
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +51,21 @@ def evaluate(state: RulesState, inputs: Inputs) -> tuple[RulesState, tuple[Verdi
     judged: dict[RuleId, Sequence[Judged]] = {}
     verdicts: list[Verdict] = []
     for spec in SPECS:
-        before = state.judged.get(spec.rule, ())
+        before, settings = state.judged.get(spec.rule, ()), inputs.rules[spec.rule]
         after = []
         for place, reading in enumerate(spec.read(inputs)):
             last = _last(before, place, reading.scope)
-            now = _judge(spec, last, reading, inputs.rules[spec.rule], inputs.clock)
-            after.append(now)
-            verdicts.append(_verdict(spec, now))
+            if last is None or last.reading is not reading or not _final(last, settings):
+                last = _judge(spec, last, reading, settings, inputs.clock)
+            after.append(last)
+            verdicts.append(last.verdict)
         judged[spec.rule] = after
     return RulesState(judged=judged), tuple(verdicts)
+
+
+def _final(last: Judged, settings: RuleSettings) -> bool:
+    """Whether judging the very same reading again would change nothing."""
+    return last.settings is settings and hysteresis.settled(last.state)
 
 
 def _last(before: Sequence[Judged], place: int, scope: Scope) -> Judged | None:
@@ -74,14 +84,16 @@ def _judge(
     elif last.settings is settings and _same_thresholds(last.reading, reading):
         band, state = last.band, last.state
         if _nothing_new(last, reading, state, band):
-            return last if last.reading == reading else _again(last, reading, state)
+            verdict = last.verdict if last.reading == reading else _verdict(spec, reading, band, state)
+            return Judged(reading=reading, settings=settings, band=band, state=state, verdict=verdict)
     else:
         band, state = hysteresis.bands(spec, settings, reading.yellow, reading.red), last.state
     if settings.enabled:
         state = staleness.judge(state, reading, clock, settings, band)
     else:
         state = hysteresis.unknown(state, Reason.DISABLED, clock)
-    return Judged(reading=reading, settings=settings, band=band, state=state)
+    verdict = _verdict(spec, reading, band, state)
+    return Judged(reading=reading, settings=settings, band=band, state=state, verdict=verdict)
 
 
 def _same_thresholds(last: Reading, reading: Reading) -> bool:
@@ -101,12 +113,7 @@ def _nothing_new(last: Judged, reading: Reading, state: LevelState, band: Bands)
     return same and hysteresis.settled(state)
 
 
-def _again(last: Judged, reading: Reading, state: LevelState) -> Judged:
-    return Judged(reading=reading, settings=last.settings, band=last.band, state=state)
-
-
-def _verdict(spec: RuleSpec, judged: Judged) -> Verdict:
-    reading, state, band = judged.reading, judged.state, judged.band
+def _verdict(spec: RuleSpec, reading: Reading, band: Bands, state: LevelState) -> Verdict:
     return Verdict(
         rule=spec.rule,
         scope=reading.scope,

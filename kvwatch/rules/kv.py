@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 
 from kvwatch.model.level import Reason, RuleId
 from kvwatch.model.server import Basis, Evictable
@@ -15,57 +16,75 @@ MIN_OBSERVATIONS = 20  # contract: latency is unknown under this many observatio
 JUDGED_QUANTILE = 0.95
 MIN_SAMPLES = 2  # contract: fewer good samples since start, restart or reset never trigger anything
 
+Rules = Mapping[RuleId, RuleSettings]
+EngineReader = Callable[[EngineView, Rules], Reading | None]
 
-def kv_usage(inputs: Inputs) -> Iterator[Reading]:
+
+def _per_engine(rule: RuleId) -> Callable[[EngineReader], Callable[[Inputs], Iterator[Reading]]]:
+    """Make a rule of a function that reads one engine: an engine that has not changed is not read again."""
+
+    def made(read: EngineReader) -> Callable[[Inputs], Iterator[Reading]]:
+        @functools.wraps(read)
+        def readings(inputs: Inputs) -> Iterator[Reading]:
+            for view in inputs.engines:
+                known = view.readings
+                if rule not in known:
+                    known[rule] = read(view, inputs.rules)
+                reading = known[rule]
+                if reading is not None:
+                    yield reading
+
+        return readings
+
+    return made
+
+
+@_per_engine(RuleId.KV_USAGE)
+def kv_usage(view: EngineView, rules: Rules) -> Reading:
     """Share of the KV pool in use; red needs a queue and a sign of harm, since a full pool is normal."""
-    for view in inputs.engines:
-        signals = view.signals
-        value = signals.kv_usage_ratio if signals is not None else None
-        why = _why_capped(view, inputs) if _at_red(value, inputs.rules[RuleId.KV_USAGE]) else ""
-        yield _reading(view, value, red_allowed=not why, detail=why)
+    signals = view.signals
+    value = signals.kv_usage_ratio if signals is not None else None
+    why = _why_capped(view, rules) if _at_red(value, rules[RuleId.KV_USAGE]) else ""
+    return _reading(view, value, red_allowed=not why, detail=why)
 
 
-def recompute_tax(inputs: Inputs) -> Iterator[Reading]:
+@_per_engine(RuleId.RECOMPUTE_TAX)
+def recompute_tax(view: EngineView, rules: Rules) -> Reading:
     """Share of engine time spent on recomputing preempted requests; red needs requests waiting."""
-    for view in inputs.engines:
-        signals = view.signals
-        value = signals.recompute_tax_ratio if signals is not None else None
-        allowed = bool(signals is not None and signals.waiting)
-        why = (
-            ""
-            if allowed or not _at_red(value, inputs.rules[RuleId.RECOMPUTE_TAX])
-            else "no requests are waiting"
-        )
-        yield _reading(view, value, red_allowed=allowed, detail=why)
+    signals = view.signals
+    value = signals.recompute_tax_ratio if signals is not None else None
+    allowed = bool(signals is not None and signals.waiting)
+    silent = allowed or not _at_red(value, rules[RuleId.RECOMPUTE_TAX])
+    return _reading(view, value, red_allowed=allowed, detail="" if silent else "no requests are waiting")
 
 
-def latency_slo(inputs: Inputs) -> Iterator[Reading]:
+@_per_engine(RuleId.LATENCY_SLO)
+def latency_slo(view: EngineView, _rules: Rules) -> Reading | None:
     """The worst p95 as a multiple of its objective; engines of servers without objectives have no rule."""
-    for view in inputs.engines:
-        slo = view.server.settings.slo
-        if slo == _NO_SLO:
-            continue
-        ratio, name = slo_ratio(view.signals, slo) if view.signals is not None else (None, "")
-        absent = Reason.TOO_FEW if ratio is None else None
-        detail = f"{name} p95 is {ratio:.2f} x its objective" if ratio is not None and ratio >= 1.0 else ""
-        yield _reading(view, ratio, absent=absent, detail=detail)
+    slo = view.server.settings.slo
+    if slo == _NO_SLO:
+        return None
+    ratio, name = slo_ratio(view.signals, slo) if view.signals is not None else (None, "")
+    absent = Reason.TOO_FEW if ratio is None else None
+    detail = f"{name} p95 is {ratio:.2f} x its objective" if ratio is not None and ratio >= 1.0 else ""
+    return _reading(view, ratio, absent=absent, detail=detail)
 
 
-def kv_block_waste(inputs: Inputs) -> Iterator[Reading]:
+@_per_engine(RuleId.KV_BLOCK_WASTE)
+def kv_block_waste(view: EngineView, _rules: Rules) -> Reading:
     """Share of the KV slots in use that page tails waste."""
-    for view in inputs.engines:
-        waste = view.signals.waste if view.signals is not None else None
-        yield _reading(view, waste.ratio if waste is not None else None)
+    waste = view.signals.waste if view.signals is not None else None
+    return _reading(view, waste.ratio if waste is not None else None)
 
 
-def server_stalled(inputs: Inputs) -> Iterator[Reading]:
+@_per_engine(RuleId.SERVER_STALLED)
+def server_stalled(view: EngineView, _rules: Rules) -> Reading:
     """1 while requests run or wait and no token counter moves; 0 otherwise."""
-    for view in inputs.engines:
-        signals = view.signals
-        stalled = signals.stalled if signals is not None else None
-        for_s = signals.stalled_for_s if signals is not None else None
-        detail = f"no token for {for_s:.0f} s with requests at hand" if stalled and for_s is not None else ""
-        yield _reading(view, None if stalled is None else float(stalled), detail=detail)
+    signals = view.signals
+    stalled = signals.stalled if signals is not None else None
+    for_s = signals.stalled_for_s if signals is not None else None
+    detail = f"no token for {for_s:.0f} s with requests at hand" if stalled and for_s is not None else ""
+    return _reading(view, None if stalled is None else float(stalled), detail=detail)
 
 
 def slo_ratio(signals: EngineSignals, slo: SloSettings) -> tuple[float | None, str]:
@@ -98,7 +117,7 @@ def _at_red(value: float | None, settings: RuleSettings) -> bool:
     return value is not None and settings.red is not None and value >= settings.red
 
 
-def _why_capped(view: EngineView, inputs: Inputs) -> str:
+def _why_capped(view: EngineView, rules: Rules) -> str:
     """Say which condition for red does not hold; empty: all of them do."""
     semantics, signals = view.semantics, view.signals
     if semantics is None or semantics.basis is not Basis.OCCUPANCY:
@@ -107,14 +126,14 @@ def _why_capped(view: EngineView, inputs: Inputs) -> str:
         return "this server's usage may count cached blocks that can be evicted"
     if signals is None or not signals.waiting:
         return "no requests are waiting"
-    if not _harmed(view, signals, inputs):
+    if not _harmed(view, signals, rules):
         return "the pool is full, but neither recomputation nor latency tells of harm"
     return ""
 
 
-def _harmed(view: EngineView, signals: EngineSignals, inputs: Inputs) -> bool:
-    tax_yellow = inputs.rules[RuleId.RECOMPUTE_TAX].yellow
-    slo_yellow = inputs.rules[RuleId.LATENCY_SLO].yellow
+def _harmed(view: EngineView, signals: EngineSignals, rules: Rules) -> bool:
+    tax_yellow = rules[RuleId.RECOMPUTE_TAX].yellow
+    slo_yellow = rules[RuleId.LATENCY_SLO].yellow
     tax = signals.recompute_tax_ratio
     if tax is not None and tax_yellow is not None and tax >= tax_yellow:
         return True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
-from kvwatch.model.level import Reason, Scope
+from kvwatch.model.level import Reason, RuleId, Scope
 from kvwatch.model.sample import FailureKind, SourceStatus
 from kvwatch.rules.kv import MIN_SAMPLES
 from kvwatch.rules.spec import Reading
@@ -19,14 +20,10 @@ def server_down(inputs: Inputs) -> Iterator[Reading]:
     for view in inputs.servers:
         if not view.settings.configured:
             continue
-        down = _down(view)
-        yield Reading(
-            scope=scope_of(view.settings.name),
-            value=None if down is None else float(down),
-            absent=_down_absent(view, down),
-            period_s=view.settings.period_s,
-            detail=_failure_text(view.status) if down else "",
-        )
+        reading = view.readings.get(RuleId.SERVER_DOWN)
+        if reading is None:
+            reading = view.readings[RuleId.SERVER_DOWN] = _down_reading(view)
+        yield reading
 
 
 def source_stale(inputs: Inputs) -> Iterator[Reading]:
@@ -43,12 +40,24 @@ def source_stale(inputs: Inputs) -> Iterator[Reading]:
         yield _stale_reading(scope, status, age_s)
 
 
+@functools.lru_cache(maxsize=4096)
 def source_scope(name: str) -> Scope:
     """Return the scope of a source: its name, with the server and engine that it is about."""
     parts = name.split("/")
     server = parts[1] if len(parts) > 1 else ""
     engine = parts[2] if len(parts) > 2 else ""
     return scope_of(server, engine, "", "", name)
+
+
+def _down_reading(view: ServerView) -> Reading:
+    down = _down(view)
+    return Reading(
+        scope=scope_of(view.settings.name),
+        value=None if down is None else float(down),
+        absent=_down_absent(view, down),
+        period_s=view.settings.period_s,
+        detail=_failure_text(view.status) if down else "",
+    )
 
 
 def _stale_reading(scope: Scope, status: SourceStatus, age_s: float | None) -> Reading:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from kvwatch.model.gpu import GpuState, HostGpus
 from kvwatch.model.level import RuleId, Scope
@@ -14,6 +15,9 @@ from kvwatch.model.server import AgentState, Semantics
 from kvwatch.model.settings import RuleSettings, ServerSettings, Settings
 from kvwatch.model.signal import EngineSignals, GpuSignals, ServerSignals, Signals
 from kvwatch.rules.memory import AgentMemory, Memory
+
+if TYPE_CHECKING:
+    from kvwatch.rules.spec import Reading
 
 AGENT_FORGOTTEN_S = 600.0  # an agent silent for this long is no longer a scope of any rule
 
@@ -35,23 +39,32 @@ class Freshness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerView:
-    """One watched server. `seen` says that a good sample has ever come."""
+    """One watched server. `seen` says that a good sample has ever come.
+
+    The same object as in the tick before while nothing about the server has changed; `readings` keeps
+    what rules have read from it meanwhile.
+    """
 
     settings: ServerSettings
     signals: ServerSignals | None
     status: SourceStatus | None
     fresh: bool
     seen: bool
+    readings: dict[RuleId, Reading | None] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
-    """One engine of one server, named by the newest good sample (engine "0" before the first)."""
+    """One engine of one server, named by the newest good sample (engine "0" before the first).
+
+    Kept from tick to tick with its server, and so are its `readings`.
+    """
 
     scope: Scope
     server: ServerView
     signals: EngineSignals | None
     semantics: Semantics | None
+    readings: dict[RuleId, Reading | None] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +128,12 @@ def look(
     memory: Memory,
     fresh: Freshness,
     rules: Mapping[RuleId, RuleSettings],
+    before: Inputs | None = None,
 ) -> Inputs:
-    """Put everything that rules read side by side, once a tick."""
-    servers = tuple(_server_views(signals, snapshot, settings, fresh))
+    """Put everything that rules read side by side, once a tick; `before` is what the last tick saw."""
+    if before is not None and before.rules is not rules:
+        before = None
+    servers = tuple(_server_views(signals, snapshot, settings, fresh, before))
     gpus = tuple(_gpu_views(signals, snapshot, memory, fresh))
     return Inputs(
         signals=signals,
@@ -127,7 +143,7 @@ def look(
         memory=memory,
         rules=rules,
         servers=servers,
-        engines=tuple(_engine_views(servers, snapshot)),
+        engines=tuple(_engine_views(servers, snapshot, before)),
         gpus=gpus,
         agents=tuple(_agent_views(snapshot, settings, clock, memory, fresh, gpus)),
     )
@@ -144,24 +160,42 @@ def _gpus(sample: Sample[HostGpus]) -> tuple[GpuState, ...]:
 
 
 def _server_views(
-    signals: Signals, snapshot: Snapshot, settings: Settings, fresh: Freshness
+    signals: Signals, snapshot: Snapshot, settings: Settings, fresh: Freshness, before: Inputs | None
 ) -> Iterator[ServerView]:
     by_name = {server.server: server for server in signals.servers}
+    old = {view.settings.name: view for view in before.servers} if before is not None else {}
     for server in settings.servers:
         sample = snapshot.servers.get(server.name)
-        yield ServerView(
-            settings=server,
-            signals=by_name.get(server.name),
-            status=snapshot.sources.get(f"server/{server.name}"),
-            fresh=server.name in fresh.servers,
-            seen=sample is not None and sample.value is not None,
-        )
+        last = old.get(server.name)
+        told = by_name.get(server.name)
+        status = snapshot.sources.get(f"server/{server.name}")
+        is_fresh = server.name in fresh.servers
+        seen = sample is not None and sample.value is not None
+        if (
+            last is not None
+            and last.signals is told
+            and last.status is status
+            and last.settings is server
+            and last.fresh is is_fresh
+            and last.seen is seen
+        ):
+            yield last
+            continue
+        yield ServerView(settings=server, signals=told, status=status, fresh=is_fresh, seen=seen)
 
 
-def _engine_views(servers: tuple[ServerView, ...], snapshot: Snapshot) -> Iterator[EngineView]:
+def _engine_views(
+    servers: tuple[ServerView, ...], snapshot: Snapshot, before: Inputs | None
+) -> Iterator[EngineView]:
+    old: dict[int, list[EngineView]] = {}
+    for engine_view in before.engines if before is not None else ():
+        old.setdefault(id(engine_view.server), []).append(engine_view)
     for view in servers:
         name = view.settings.name
         sample = snapshot.servers.get(name)
+        if before is not None and id(view) in old and before.snapshot.servers.get(name) is sample:
+            yield from old[id(view)]
+            continue
         state = sample.value if sample is not None else None
         engines = [engine.engine for engine in state.engines] if state is not None else []
         found = {engine.engine: engine for engine in view.signals.engines} if view.signals else {}

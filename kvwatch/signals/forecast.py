@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from statistics import median
 
 from kvwatch.model.signal import Forecast, ForecastState
 from kvwatch.signals.series import Points, push, thin
@@ -124,7 +123,8 @@ def fit_slope(points: Points, spec: Spec) -> Fit | None:
     half = INTERVAL_Z * math.sqrt(n * (n - 1) * (2 * n + 5) / 18) / 2
     low = max(0, math.floor(pairs / 2 - half))
     high = min(pairs - 1, math.ceil(pairs / 2 + half))
-    return Fit(slope=median(slopes), low=slopes[low], high=slopes[high])
+    middle = (slopes[pairs // 2] + slopes[(pairs - 1) // 2]) / 2
+    return Fit(slope=middle, low=slopes[low], high=slopes[high])
 
 
 def _widened(fit: Fit, by: float) -> Fit:

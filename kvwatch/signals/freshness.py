@@ -19,8 +19,8 @@ LEAST_S = 3.0
 
 
 def gpu_fresh(sample: Sample[HostGpus] | None, clock: TickClock, status: SourceStatus | None = None) -> bool:
-    """Whether a GPU sample is current: at most 2.5 of its periods old, from a source that is not stuck."""
-    if sample is None or sample.value is None or (status is not None and status.stuck):
+    """Whether a GPU sample is current: at most 2.5 of its periods old, its source not stuck nor paused."""
+    if sample is None or sample.value is None or (status is not None and (status.stuck or status.paused)):
         return False
     period_s = 1.0 if status is None else status.period_s
     return sample.age_s(clock.mono_s) <= GPU_MAX_AGE_S * max(1.0, period_s)

@@ -73,7 +73,7 @@ def advance(track: GpuTrack, view: GpuView) -> GpuTrack:
     """One tick. Returns the same object when nothing changed."""
     phase, detail = _phase(view)
     newer = view.fresh and view.observed_s > track.observed_s
-    current = view.fresh and view.now_s - track.pass_s <= PASS_MAX_AGE_S
+    current = _current(track, view)
     key = (view.fresh, phase, detail, view.owners.servers, current)
     if not newer and view.version == track.version and key == track.key:
         return track
@@ -85,7 +85,7 @@ def advance(track: GpuTrack, view: GpuView) -> GpuTrack:
         room = max(0, memory.free_bytes) + _releasable(view.agents)
         if newer:
             track = _take_memory(track, view, memory, room, phase)
-    current = view.fresh and view.now_s - track.pass_s <= PASS_MAX_AGE_S
+    current = _current(track, view)
     key = (view.fresh, phase, detail, view.owners.servers, current)
     return replace(
         track,
@@ -94,6 +94,13 @@ def advance(track: GpuTrack, view: GpuView) -> GpuTrack:
         key=key,
         shown=_shown(track, view, (phase, detail), room, current=current),
     )
+
+
+def _current(track: GpuTrack, view: GpuView) -> bool:
+    """Whether the last pass may be shown: it is recent, and the GPU still tells its memory (a lost one does
+    not: a ledger without a total would be left of it)."""
+    known = view.fresh and view.state.memory is not None
+    return known and view.now_s - track.pass_s <= PASS_MAX_AGE_S
 
 
 def _phase(view: GpuView) -> tuple[Phase, str]:

@@ -9,7 +9,7 @@ from kvwatch.model.report import TickClock
 from kvwatch.model.sample import FailureKind, Sample, SourceStatus
 from kvwatch.model.server import AgentState, ServerState
 from kvwatch.model.settings import ServerSettings
-from kvwatch.model.signal import EngineSignals, ServerSignals
+from kvwatch.model.signal import EngineSignals, Phase, ServerSignals
 from kvwatch.signals import engines, phase
 from kvwatch.signals.freshness import server_fresh, server_limit_s
 
@@ -60,6 +60,10 @@ def advance(
     settle_s: float,
 ) -> ServerTrack:
     """One tick. Returns the same object when nothing changed."""
+    fresh = server_fresh(sample, settings, clock)
+    is_up = phase.up(status, seen=sample is not None, fresh=fresh)
+    if is_up and _quiet(track, sample, place):
+        return track
     newer = sample is not None and sample is not track.sample and sample.value is not None
     tracks, current, restarted = track.engines, track.engine_signals, False
     if newer and sample is not None and sample.value is not None:
@@ -69,8 +73,6 @@ def advance(
         }
         current = tuple(engines.signals(one, reading) for one in tracks.values())
         restarted = _restarted(track.engines, tracks)
-    fresh = server_fresh(sample, settings, clock)
-    is_up = phase.up(status, seen=sample is not None, fresh=fresh)
     life = track.phase
     if place.version != track.place_version:
         life = phase.watch_memory(life, clock.mono_s, place.memory_bytes)
@@ -98,6 +100,16 @@ def advance(
         place_version=place.version,
         key=key,
         shown=track.shown if same else _shown(settings.name, is_up, life, shown, place, clock),
+    )
+
+
+def _quiet(track: ServerTrack, sample: Sample[ServerState] | None, place: Place) -> bool:
+    """Whether a server that is up has settled before and given no news since: time alone moves nothing."""
+    return (
+        sample is track.sample
+        and track.fresh
+        and track.phase.phase is Phase.STEADY
+        and place.version == track.place_version
     )
 
 

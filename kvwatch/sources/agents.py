@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import os
 import socket
 import stat
@@ -21,7 +22,8 @@ from pathlib import Path
 from kvwatch.model.sample import FailureKind
 from kvwatch.model.server import AgentState
 from kvwatch.sources.base import SourceError
-from kvwatch.wire_datagram import MAX_BYTES, Datagram, DatagramError, address, decode
+from kvwatch.wire_datagram import Datagram, DatagramError, decode
+from kvwatch.wire_record import MAX_BYTES, address
 
 PERIOD_S = 1.0
 """How often an agent sends."""
@@ -288,21 +290,23 @@ class AgentSocket:
     def __init__(self, path: Path, registry: Registry) -> None:
         self.path = path
         self.registry = registry
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         try:
-            self._bind()
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            try:
+                self._bind()
+            except OSError:
+                self._socket.close()
+                raise
         except OSError as error:
-            self._socket.close()
             raise SourceError(
                 FailureKind.DENIED,
-                f"{path}: cannot listen for agents ({error.strerror or error}); give the directory to uid "
-                f"{os.geteuid()}, or set agents.socket",
+                f"{path}: cannot listen for agents ({error.strerror or error}); {_fix(path, error)}",
             ) from error
 
     def _bind(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(self.path.lstat().st_mode):
-                raise FileExistsError(17, "something else is there")
+                raise FileExistsError(errno.EEXIST, "something else is there")
             self.path.unlink()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         with address(str(self.path)) as name:
@@ -311,7 +315,7 @@ class AgentSocket:
         self._inode = self.path.lstat().st_ino
 
     def receive(self, wait_s: float) -> list[Heard]:
-        """What was accepted; returns after the first batch, at the latest after `wait_s`.
+        """What was accepted; returns after the first batch, at the latest after `wait_s`. Raises OSError.
 
         Under a flood it takes one batch and pauses, so that nobody can buy a whole core.
         """
@@ -350,6 +354,17 @@ class AgentSocket:
         with contextlib.suppress(OSError):
             if self.path.lstat().st_ino == self._inode:
                 self.path.unlink()
+
+
+def _fix(path: Path, error: OSError) -> str:
+    """What somebody can do about it."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise LimitNOFILE= of the unit (or ulimit -n)"
+    if error.errno == errno.EEXIST:
+        return "move it away, or set agents.socket to another path"
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return f"make the directory {path.parent} for uid {os.geteuid()}, or set agents.socket"
+    return f"give the directory to uid {os.geteuid()}, or set agents.socket"
 
 
 def _close_all(data: bytes) -> None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from typing import NoReturn
 
 from kvwatch.model.sample import FailureKind
 from kvwatch.model.settings import AuthSettings, TlsSettings
 from kvwatch.sources.base import SourceError
 from kvwatch.sources.exposition import excerpt, printable
-from kvwatch.sources.http_peer import Resolver, Secrets, Tls, Url, open_connection, parse_url, reason
-from kvwatch.sources.http_reader import Deadline, NothingCameError, Reader, Response
+from kvwatch.sources.http_peer import Plain, Resolver, Secrets, Tls, Url, open_connection, parse_url, reason
+from kvwatch.sources.http_reader import Connection, Deadline, NothingCameError, Reader, Response
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_JSON_DEPTH = 64
@@ -53,7 +52,7 @@ class HttpClient:
         self._tls = Tls(self.url, tls or TlsSettings()) if self.url.tls else None
         self._names = Resolver(self.url)
         self._max_body_bytes = max_body_bytes
-        self._socket: socket.socket | None = None
+        self._socket: Connection | None = None
         self._buffer = bytearray()
 
     def get(self, path: str, *, deadline: Deadline, accept: str = "*/*") -> Response:
@@ -124,27 +123,28 @@ class HttpClient:
             lines.append(f"Authorization: {authorisation}")
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
 
-    def _connect(self, deadline: Deadline) -> socket.socket:
+    def _connect(self, deadline: Deadline) -> Connection:
         self.close()
+        plain = None
         addresses = self._names.addresses(deadline)
         for i, address in enumerate(tuple(addresses)):
             last = i == len(addresses) - 1
             share_s = deadline.left_s() / (1 if last else 2)
             try:
-                self._socket = open_connection(address, share_s)
+                plain = open_connection(address, share_s)
                 self._names.prefer(address)
                 break
             except OSError as error:
                 if last:
                     self._names.forget()
                     _refuse_connection(self.url, error)
-        if self._socket is None:  # pragma: no cover - the resolver gives an address or raises
+        if plain is None:  # pragma: no cover - the resolver gives an address or raises
             raise SourceError(FailureKind.REFUSED, f"{self.url.host} has no address")
-        if self._tls is not None:
-            self._socket = self._tls.wrap(self._socket, deadline)
+        self._socket = plain  # closed with us should TLS fail
+        self._socket = Plain(plain) if self._tls is None else self._tls.wrap(plain, deadline)
         return self._socket
 
-    def _send_and_read(self, connection: socket.socket, request: bytes, deadline: Deadline) -> Response:
+    def _send_and_read(self, connection: Connection, request: bytes, deadline: Deadline) -> Response:
         self._buffer.clear()
         connection.settimeout(deadline.left_s())
         connection.sendall(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import re
+import select
 import socket
 import threading
 import time
@@ -143,6 +144,50 @@ def open_connection(address: Address, timeout_s: float) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+class Plain:
+    """A connected socket without TLS that waits for itself (http_reader.Connection).
+
+    A socket of Python's makes two calls of the kernel more for each read where it has a timeout, and lets
+    other threads in between each of them: with 64 servers that is a tenth of all work.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._timeout_ms = 0.0
+        self._inbox = select.poll()
+        self._inbox.register(connection, select.POLLIN)
+
+    def settimeout(self, timeout_s: float) -> None:
+        """Let the waits to come end with TimeoutError after this long."""
+        self._timeout_ms = 1000 * timeout_s
+
+    def recv(self, size: int) -> bytes:
+        """Some bytes, b"" at the end of the connection."""
+        while True:
+            if not self._inbox.poll(self._timeout_ms):
+                raise TimeoutError
+            try:
+                return self._connection.recv(size)
+            except BlockingIOError:  # woken for nothing
+                continue
+
+    def sendall(self, data: bytes) -> None:
+        """Send all of it; it fits into the kernel's buffer unless the peer does not read."""
+        while data:
+            try:
+                data = data[self._connection.send(data) :]
+            except BlockingIOError:
+                outbox = select.poll()
+                outbox.register(self._connection, select.POLLOUT)
+                if not outbox.poll(self._timeout_ms):
+                    raise TimeoutError from None
+
+    def close(self) -> None:
+        """Close it."""
+        self._connection.close()
 
 
 @dataclass(slots=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from kvwatch.model.sample import FailureKind
 from kvwatch.sources.base import SourceError
@@ -48,6 +47,22 @@ class Response:
     framed: bool = True
 
 
+class Connection(Protocol):
+    """What is asked of a connection: as a socket does it, with a timeout for each wait."""
+
+    def settimeout(self, timeout_s: float, /) -> None:
+        """Let the waits to come end with TimeoutError after this long."""
+
+    def recv(self, size: int, /) -> bytes:
+        """Some bytes, b"" at the end of the connection."""
+
+    def sendall(self, data: bytes, /) -> None:
+        """Send all of it."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
 class NothingCameError(Exception):
     """The connection ended before the first byte of an answer."""
 
@@ -57,7 +72,7 @@ class Reader:
 
     def __init__(
         self,
-        connection: socket.socket,
+        connection: Connection,
         buffer: bytearray,
         deadline: Deadline,
         max_body_bytes: int,
@@ -68,14 +83,17 @@ class Reader:
         self._deadline = deadline
         self._max_body_bytes = max_body_bytes
         self._where = where
+        self._behind = b""  # what came with the head and is not in the buffer
 
     def response(self) -> tuple[Response, bool]:
         """Give the answer, and whether the connection can be used again."""
         minor, status, headers = self._head()
         while 100 <= status < 200:
+            self._unread()
             minor, status, headers = self._head()
         keep = "close" not in headers.get("connection", "keep-alive" if minor else "close").lower()
         if status in (204, 304):
+            self._unread()
             return Response(status=status, headers=headers, body=b""), keep
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
@@ -90,15 +108,34 @@ class Reader:
             body, framed, keep = self._rest(), False, False
         return Response(status=status, headers=headers, body=body, framed=framed), keep
 
-    def _more(self) -> bool:
-        """Receive what there is; False at the end of the connection."""
+    def _receive(self) -> bytes:
+        """What there is, b"" at the end of the connection."""
         self._connection.settimeout(self._deadline.left_s())
-        data = self._connection.recv(_RECEIVE_BYTES)
+        return self._connection.recv(_RECEIVE_BYTES)
+
+    def _more(self) -> bool:
+        """Receive what there is into the buffer; False at the end of the connection."""
+        data = self._receive()
         self._buffer += data
         return bool(data)
 
+    def _unread(self) -> None:
+        """Put what came with the head into the buffer, for all but the simplest answer."""
+        self._buffer += self._behind
+        self._behind = b""
+
     def _head(self) -> tuple[int, int, dict[str, str]]:
-        end = -1
+        if not self._buffer:  # nearly always the whole answer comes at once: it is not copied about then
+            data = self._receive()
+            end = data.find(b"\r\n\r\n") if data.startswith(b"HTTP/1.") else -1
+            if end >= 0:
+                self._behind = data[end + 4 :]
+                return self._parsed(data[: end + 2])
+            self._buffer += data
+            if not data:
+                raise NothingCameError
+            self._refuse_foreign()
+        end = self._buffer.find(b"\r\n\r\n")
         while end < 0:
             start = max(0, len(self._buffer) - 3)
             if not self._more():
@@ -114,6 +151,9 @@ class Reader:
                 )
         head = bytes(self._buffer[: end + 2])
         del self._buffer[: end + 4]
+        return self._parsed(head)
+
+    def _parsed(self, head: bytes) -> tuple[int, int, dict[str, str]]:
         status = _STATUS.match(head)
         if status is None:
             self._malformed(f"begins with {excerpt(head, 40)!r}, which is no HTTP/1.1")
@@ -146,12 +186,16 @@ class Reader:
         size = int(text)
         if size > self._max_body_bytes:
             self._too_large(f"says it is {size} bytes")
+        if len(self._behind) == size:
+            return self._behind
+        self._unread()
         while len(self._buffer) < size:
             if not self._more():
                 self._cut(f"after {len(self._buffer)} of {size} bytes")
         return self._take(size)
 
     def _rest(self) -> bytes:
+        self._unread()
         while self._more():
             if len(self._buffer) > self._max_body_bytes:
                 self._too_large("does not end")
@@ -160,6 +204,7 @@ class Reader:
     def _chunked(self, encoding: str) -> bytes:
         if encoding.strip().lower() != "chunked":
             self._malformed(f"has the transfer-encoding {excerpt(encoding.encode(), 20)!r}")
+        self._unread()
         body = bytearray()
         while size := self._chunk_size():
             if len(body) + size > self._max_body_bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvwatch.actions.base import Attempt, Context, create
 from kvwatch.model.action import ActionRequest, EventKind, Limit
 from kvwatch.model.level import RuleId, Scope
+from tests.actions import inetd
 
 BOOT = "11111111-2222-3333-4444-555555555555"
 
@@ -52,7 +53,8 @@ def context(folder: Path) -> Context:
 
 
 def perform(folder: Path, argv: list[str], request: ActionRequest | None = None) -> Attempt:
-    """Run a program as the exec action does."""
+    """Run a program as the exec action does; where a helper is in use its configuration names the program."""
+    inetd.allow(argv)
     return create("exec", {"argv": argv}, context(folder)).perform(request or limit_request())
 
 

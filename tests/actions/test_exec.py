@@ -1,4 +1,7 @@
-"""The exec action: no program, however bad, can hold it, fill it, or read what it should not."""
+"""The exec action: no program, however bad, can hold it, fill it, or read what it should not.
+
+Every test runs twice: the action starts the program itself, and the helper outside its sandbox does.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvwatch.actions.base import ActionError, Context, create
-from kvwatch.actions.exec import MAX_OUTPUT
+from kvwatch.actions.exec_run import MAX_OUTPUT
 from kvwatch.model.action import EventKind, Limit, Outcome
 from kvwatch.model.level import Level, RuleId, Scope
+from kvwatch.wire_exec import SOCKET_VARIABLE
+from tests.actions import inetd
 from tests.actions.build import (
     BOOT,
     alive,
@@ -25,7 +31,24 @@ from tests.actions.build import (
     perform,
     pid_in,
     restore_request,
+    until,
 )
+
+
+@pytest.fixture(
+    autouse=True, params=["itself", pytest.param("helper", marks=pytest.mark.needs("root"))], ids=str
+)
+def way(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """How programs are run. The helper looks at who asks, so that only root can try it out."""
+    if request.param == "itself":
+        yield "itself"
+        return
+    with inetd.Inetd(tmp_path_factory.mktemp("helper")) as helper:
+        monkeypatch.setenv(SOCKET_VARIABLE, str(helper.socket))
+        monkeypatch.setenv(inetd.CONFIG, str(helper.config))
+        yield "helper"
 
 
 def failure(folder: Path, argv: list[str], **changes: object) -> ActionError:
@@ -104,7 +127,8 @@ def test_a_missing_hook_is_said_by_name(tmp_path: Path) -> None:
     error = failure(tmp_path, ["/no/such/hook"])
 
     assert error.outcome is Outcome.FAILED
-    assert str(error).startswith("/no/such/hook: No such file")
+    assert str(error).startswith("/no/such/hook: ")
+    assert "No such file" in str(error)
 
 
 def test_a_hook_that_hangs_is_ended_with_its_whole_group(tmp_path: Path) -> None:
@@ -263,6 +287,7 @@ def test_a_limit_under_way_is_broken_off_at_stop_and_a_restore_is_not(tmp_path: 
     stopping = threading.Event()
     stopping.set()
     script = hook(tmp_path, f"sleep 0.5; echo $KVWATCH_EVENT >> {tmp_path}/done")
+    inetd.allow([str(script)])
     action = create(
         "exec", {"argv": [str(script)]}, Context(limits_dir=tmp_path, boot_id=BOOT, stopping=stopping)
     )
@@ -274,13 +299,16 @@ def test_a_limit_under_way_is_broken_off_at_stop_and_a_restore_is_not(tmp_path: 
     assert (tmp_path / "done").read_text() == "restore\n"
 
 
-def test_a_hundred_hooks_leave_no_descriptor_and_no_child(tmp_path: Path) -> None:
+def test_a_hundred_hooks_leave_no_descriptor_and_no_child(tmp_path: Path, way: str) -> None:
     """Nothing piles up."""
+    perform(tmp_path, ["/bin/true"])
     before = open_descriptors()
-    for _ in range(100):
+    for _ in range(100 if way == "itself" else 10):
         perform(tmp_path, ["/bin/true"])
 
-    assert open_descriptors() == before
+    assert until(lambda: open_descriptors() <= before)
+    if way == "helper":
+        return  # those are its children
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
 

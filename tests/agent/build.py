@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from kvwatch import wire_record
 from kvwatch.model.server import AgentState, AllocatorState, ArenaState, KvCacheState, SchedulerState
+from kvwatch.wire_datagram import decode
+from kvwatch.wire_record import Record
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -76,6 +79,68 @@ def agent(**change: Any) -> AgentState:
         "limits": "obeyed",
     }
     return AgentState(**fields | change)
+
+
+ALLOCATOR_NAMES = {
+    "allocated_bytes": "allocated_bytes.all.current",
+    "reserved_bytes": "reserved_bytes.all.current",
+    "active_bytes": "active_bytes.all.current",
+    "requested_bytes": "requested_bytes.all.current",
+    "inactive_bytes": "inactive_split_bytes.all.current",
+    "fragmentation_soft_ratio": "soft_ratio",
+    "fragmentation_hard_ratio": "hard_ratio",
+    "fragmentation_total_ratio": "total_ratio",
+    "compactions_total": "compactions",
+    "compact_seconds_total": "compact_s",
+}
+
+
+def allocator_record(state: AllocatorState) -> Record:
+    """What an agent would tell so that this state is what comes out."""
+    fields = {name: getattr(state, name) for name in AllocatorState.__slots__}
+    arenas = [{name: getattr(one, name) for name in ArenaState.__slots__} for one in fields.pop("arenas")]
+    return {ALLOCATOR_NAMES.get(name, name): value for name, value in fields.items()} | {"arenas": arenas}
+
+
+def record(state: AgentState) -> Record:
+    """The whole of it, as `allocator_record`."""
+    found: Record = {
+        name: getattr(state, name) for name in ("server", "rank", "pid", "gpu_uuid", "host", "limits")
+    }
+    found["engine"] = int(state.engine)
+    if state.allocator is not None:
+        found["allocator"] = allocator_record(state.allocator)
+    if (kv := state.kv) is not None:
+        found["kv"] = {
+            "num_blocks": kv.num_blocks,
+            "free_blocks": kv.free_blocks,
+            "evictable_blocks": kv.evictable_blocks,
+            "block_size": kv.block_size_tokens,
+            "tokens": kv.tokens,
+            "blocks_held": state.blocks_held,
+            "bytes_per_block": kv.pool_bytes and kv.num_blocks and kv.pool_bytes // kv.num_blocks,
+        }
+    if (scheduler := state.scheduler) is not None:
+        found["scheduler"] = {
+            "running": scheduler.running,
+            "waiting": scheduler.waiting,
+            "max_running": scheduler.max_running,
+            "effective_max_running": state.effective_max_running,
+        }
+    return found
+
+
+def encode(state: AgentState, mono_s: float) -> bytes:
+    """The datagram that tells this state."""
+    return wire_record.encode(record(state), seq=state.seq, mono_s=mono_s)
+
+
+def told(part: Record) -> AllocatorState:
+    """An agent's allocator figures, as the daemon takes them from the datagram."""
+    whole = {"server": "x", "engine": 0, "rank": 0, "pid": 1, "allocator": part}
+    found = decode(wire_record.encode(whole, seq=1, mono_s=0.0)).state.allocator
+    assert found is not None
+    return found
 
 
 def segment(

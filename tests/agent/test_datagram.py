@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwatch.wire_datagram import MAX_BYTES, MAX_DEPTH, DatagramError, decode, encode
-from tests.agent.build import agent, allocator, arena
+from kvwatch.wire_datagram import MAX_BYTES, MAX_DEPTH, DatagramError, decode
+from tests.agent.build import agent, allocator, arena, encode
 
 
 def record(**change: Any) -> dict[str, Any]:

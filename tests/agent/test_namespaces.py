@@ -23,11 +23,10 @@ import os, sys, time
 from kvwatch.agent.environment import place
 from kvwatch.agent.limits import Limits
 from kvwatch.agent.publisher import Publisher
-from kvwatch.model.server import AgentState, SchedulerState
 here = place()
 limits = Limits(here.lease, here.server)
 assert os.getpid() == 1
-state = AgentState(server="chat", engine="0", rank=0, pid=1, seq=0, scheduler=SchedulerState(running=1))
+state = {"server": "chat", "engine": 0, "rank": 0, "pid": 1, "scheduler": {"running": 1}}
 Publisher(here, engine=lambda: state).start()
 end, shown = time.monotonic() + 60, None
 while time.monotonic() < end:

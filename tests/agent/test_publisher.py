@@ -15,7 +15,8 @@ from kvwatch.agent.environment import Place, PlaceError, place
 from kvwatch.agent.publisher import Publisher, Sender
 from kvwatch.sources import agents
 from kvwatch.wire_datagram import decode
-from tests.agent.build import agent, allocator
+from kvwatch.wire_record import Record
+from tests.agent.build import agent, allocator, allocator_record, record
 
 
 @pytest.fixture
@@ -44,13 +45,17 @@ def make(here: Place) -> Iterator[Callable[..., Publisher]]:
         one.stop()
 
 
-def own(**change: object) -> object:
-    return agent(**{"pid": os.getpid(), "allocator": None, "gpu_uuid": ""} | change)
+def own(**change: object) -> Record:
+    return record(agent(**{"pid": os.getpid(), "allocator": None, "gpu_uuid": ""} | change))
+
+
+def held(*uuids: str) -> list[tuple[str, Record]]:
+    return [(uuid, allocator_record(allocator())) for uuid in uuids]
 
 
 def test_engine_and_memory_are_one_datagram(make: Callable[..., Publisher], ears: socket.socket) -> None:
     """A process that has both tells both at once."""
-    publisher = make(engine=own, memory=lambda: [("GPU-1", allocator())])
+    publisher = make(engine=own, memory=lambda: held("GPU-1"))
     publisher.publish()
     found = decode(ears.recv(20_000)).state
 
@@ -61,7 +66,7 @@ def test_engine_and_memory_are_one_datagram(make: Callable[..., Publisher], ears
 
 def test_a_rank_for_each_gpu(make: Callable[..., Publisher], ears: socket.socket) -> None:
     """A program on three GPUs speaks as three ranks, with numbers that grow."""
-    publisher = make(memory=lambda: [(f"GPU-{n}", allocator()) for n in range(3)], rank=4)
+    publisher = make(memory=lambda: held("GPU-0", "GPU-1", "GPU-2"), rank=4)
     publisher.publish()
     found = [decode(ears.recv(20_000)).state for _ in range(3)]
 
@@ -120,11 +125,11 @@ def test_faults_stay_inside(
     def broken() -> None:
         raise KeyError("moved in this release")
 
-    publisher = make(engine=broken, memory=lambda: [("GPU-1", allocator())])
+    publisher = make(engine=broken, memory=lambda: held("GPU-1"))
     for _ in range(5):
         publisher.publish()
 
-    assert publisher.counters.faults == 5
+    assert publisher.guard.faults == 5
     assert publisher.counters.sent == 5
     assert len(caplog.records) == 1
     assert decode(ears.recv(20_000)).state.kv is None

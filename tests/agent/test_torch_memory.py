@@ -10,7 +10,8 @@ import pytest
 
 from kvwatch.agent import torch_memory
 from kvwatch.agent.torch_memory import SnapshotGuard, TorchMemory
-from tests.agent.build import GIB, MIB, segment
+from kvwatch.model.server import AllocatorState
+from tests.agent.build import GIB, MIB, segment, told
 
 
 class Cuda:
@@ -88,10 +89,16 @@ def memory(cuda: Cuda) -> TorchMemory:
     return TorchMemory(cuda=cuda, clock=cuda.clock)
 
 
+def read(reader: TorchMemory) -> tuple[str, AllocatorState]:
+    """The one GPU that is used, as the daemon gets to know it."""
+    [(uuid, found)] = reader.read()
+    return uuid, told(found)
+
+
 def test_figures() -> None:
     """Counters and block-level figures come together, for GPUs that hold something only."""
     cuda = Cuda(checkerboard())
-    [(uuid, found)] = memory(cuda).read()
+    uuid, found = read(memory(cuda))
 
     assert uuid == "GPU-0000-0"
     assert found.reserved_bytes == 4000 * MIB
@@ -105,7 +112,7 @@ def test_figures() -> None:
 
 def test_case_J1_counter_is_absent_with_expandable_segments() -> None:
     """Inactive_split is not told where it is blind."""
-    [(_, found)] = memory(Cuda(checkerboard(expandable=True))).read()
+    _, found = read(memory(Cuda(checkerboard(expandable=True))))
 
     assert found.inactive_bytes is None
     assert found.releasable_bytes == 2000 * MIB
@@ -115,7 +122,7 @@ def test_fraction_caps() -> None:
     """A memory fraction set in the process bounds what can still be allocated."""
     cuda = Cuda(checkerboard(), free=70 * GIB)
     cuda.fraction = 0.1
-    [(_, found)] = memory(cuda).read()
+    _, found = read(memory(cuda))
 
     assert found.largest_allocatable_bytes == 8 * GIB - 4000 * MIB + 2000 * MIB
 
@@ -127,7 +134,7 @@ def test_fresh_counters_bound_old_blocks() -> None:
     reader.read()
     cuda.segments = [segment([(4000 * MIB, "active_allocated")])]
     cuda.now_s += 1
-    [(_, found)] = reader.read()
+    _, found = read(reader)
 
     assert cuda.snapshots == 1
     assert found.releasable_bytes == 0
@@ -188,7 +195,7 @@ def test_old_blocks_are_dropped() -> None:
     reader.read()
     cuda.segments += [segment([(512, "active_allocated")] * 20_000, address=1 << 50)]
     cuda.now_s += torch_memory.SNAPSHOT_STALE_S + 1
-    [(_, found)] = reader.read()
+    _, found = read(reader)
 
     assert found.reserved_bytes is not None
     assert found.largest_allocatable_bytes is None
@@ -203,7 +210,7 @@ def test_compaction_is_rare_and_counted() -> None:
 
     assert reader.compact()
     assert not reader.compact()
-    [(_, found)] = reader.read()
+    _, found = read(reader)
     assert found.compactions_total == 1
     assert found.compact_seconds_total == pytest.approx(0.25)
     assert found.releasable_bytes == 0
@@ -224,7 +231,7 @@ def test_sleeping_cuda_is_left_alone() -> None:
 def test_mig_instance_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a MIG instance the UUID is the one the process was given."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-abc, GPU-x")
-    [(uuid, _)] = memory(Cuda(checkerboard())).read()
+    uuid, _ = read(memory(Cuda(checkerboard())))
 
     assert uuid == "MIG-abc"
 

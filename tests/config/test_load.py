@@ -119,6 +119,7 @@ def test_every_key_arrives() -> None:
         kind="exec", params={"deadline_s": 2.0, "argv": ("/bin/echo", "5", "off", "")}
     )
     assert got.control.targets[0].ceiling is None
+    assert [found.compact for found in got.control.targets] == [True, False]
     assert got.record.max_bytes == GIB
 
 

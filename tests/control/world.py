@@ -11,7 +11,15 @@ from kvwatch.model.action import ActionRequest, ActionResult, EventKind, Limit, 
 from kvwatch.model.level import Level, Reason, RuleId, Scope, Verdict
 from kvwatch.model.report import LimitReport, Snapshot, TickClock
 from kvwatch.model.sample import Failure, FailureKind, Sample, SourceStatus
-from kvwatch.model.server import EngineState, KvCacheState, SchedulerState, Semantics, ServerState
+from kvwatch.model.server import (
+    AgentState,
+    AllocatorState,
+    EngineState,
+    KvCacheState,
+    SchedulerState,
+    Semantics,
+    ServerState,
+)
 from kvwatch.model.settings import (
     ActionSettings,
     ControlSettings,
@@ -27,6 +35,8 @@ EXEC = ActionSettings(kind="exec", params={"argv": ("/bin/set",), "deadline_s": 
 HTTP = ActionSettings(kind="http", params={"url": "http://127.0.0.1/", "deadline_s": 5.0})
 THRESHOLD = {"shrink_above": 0.95, "regrow_below": 0.80, "factor": 0.8}
 GPU = "GPU-1"
+AGENT = "agent/chat/0/0"
+GIB = 1 << 30
 
 
 def target(**changes: object) -> TargetSettings:
@@ -42,6 +52,57 @@ def stop_verdict(level: Level, reason: Reason = Reason.CROSSED) -> Verdict:
         rule=RuleId.DEVICE_HEADROOM, scope=Scope(uuid=GPU, gpu="0"), level=level, since_s=0.0,
         since_wall_s=0.0, value=1.0, reason=reason,
     )  # fmt: skip
+
+
+def agent_verdict(
+    level: Level = Level.GREEN,
+    reason: Reason = Reason.BELOW,
+    rule: RuleId = RuleId.LARGEST_ALLOCATABLE,
+    uuid: str = GPU,
+) -> Verdict:
+    """What a rule says of the one rank of the one engine."""
+    return Verdict(
+        rule=rule, scope=Scope(server="chat", engine="0", uuid=uuid, gpu="0"), level=level, since_s=0.0,
+        since_wall_s=0.0, value=1.0, reason=reason,
+    )  # fmt: skip
+
+
+@dataclass
+class Agent:
+    """The agent inside the server: follows the counter of the lease as the real one does."""
+
+    reserved: int = 20 * GIB
+    releasable: int | None = 4 * GIB
+    returns: float = 1.0  # the share that compacting brings
+    working: bool = True
+    talking: bool = True
+    limits: str = "obeyed"
+    figures_age_s: float | None = 5.0
+    pid: int = 7
+    seq: int = 0
+    counter: int = 0
+    compactions: int = 0
+    told: Sample[AgentState] | None = None
+
+    def obey(self, counter: int) -> None:
+        grew, self.counter = counter > self.counter, counter
+        if grew and self.working:
+            self.compactions += 1
+            self.reserved -= int((self.releasable or 0) * self.returns)
+            self.releasable = int((self.releasable or 0) * (1 - self.returns))
+
+    def tell(self, now_s: float, wall_s: float) -> None:
+        self.seq += 1
+        allocator = AllocatorState(
+            reserved_bytes=self.reserved, releasable_bytes=self.releasable,
+            compactions_total=self.compactions, compact_seconds_total=0.25 * self.compactions,
+            snapshot_age_s=self.figures_age_s,
+        )  # fmt: skip
+        state = AgentState(
+            server="chat", engine="0", rank=0, pid=self.pid, seq=self.seq, gpu_uuid=GPU, allocator=allocator,
+            limits=self.limits,
+        )  # fmt: skip
+        self.told = Sample(source=AGENT, observed_s=now_s, wall_s=wall_s, value=state)
 
 
 @dataclass
@@ -72,6 +133,7 @@ class World:
     failing: bool = False
     late: bool = False
     verdicts: tuple[Verdict, ...] = ()
+    agent: Agent | None = None
     lever: Callable[[ActionRequest], Outcome] = lambda request: (
         Outcome.DRY_RUN if request.dry_run else Outcome.APPLIED
     )
@@ -88,6 +150,7 @@ class World:
         self.wall_s += seconds
         if self.polling and (self.polled_s is None or self.now_s - self.polled_s >= 1.0):
             self.polled_s = self.now_s
+        self.talk()
         results, self.results = tuple(self.results), []
         planned = plan.plan(
             self.state, self.signals(), self.verdicts, self.snapshot(), results, self.settings,
@@ -99,6 +162,17 @@ class World:
             self.requests.append(request)
             self.results.append(self.carry_out(request))
         return list(planned.due)
+
+    def talk(self) -> None:
+        """The agent looks at the lease, and tells once a second."""
+        agent = self.agent
+        if agent is None:
+            return
+        limit, end_s = self.held.get("lease", (None, None))
+        if limit is not None and (end_s is None or self.now_s < end_s):
+            agent.obey(limit.compact)
+        if agent.talking and (agent.told is None or self.now_s - agent.told.observed_s >= 1.0):
+            agent.tell(self.now_s, self.wall_s)
 
     def run(self, seconds: float) -> None:
         for _ in range(round(seconds / 0.2)):
@@ -168,7 +242,12 @@ class World:
                     source="server/chat", observed_s=self.polled_s, wall_s=self.wall_s, value=value
                 )
             }
-        return Snapshot(servers=samples, sources={"server/chat": status})
+        agents: dict[str, Sample[AgentState]] = {}
+        sources = {"server/chat": status}
+        if self.agent is not None and self.agent.told is not None:
+            agents[AGENT] = self.agent.told
+            sources[AGENT] = SourceStatus(source=AGENT, period_s=1.0, up=True)
+        return Snapshot(servers=samples, agents=agents, sources=sources)
 
     def reconfigure(self, *targets: TargetSettings, mode: Mode | None = None) -> None:
         control = replace(self.settings.control, targets=targets)

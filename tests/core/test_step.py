@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvwatch import core
-from kvwatch.core import headline
+from kvwatch.core import headline, reports
 from kvwatch.model.action import ActionResult, EventKind, Limit, Outcome
 from kvwatch.model.level import Level, Reason, RuleId, Scope, Verdict
 from kvwatch.model.report import Snapshot, TickClock, TickReport
@@ -172,6 +172,24 @@ def test_reload_keeps_what_still_exists_and_drops_what_does_not() -> None:
     assert {verdict.scope.server for verdict in report.verdicts} <= {"", "other"}
     assert [server.server for server in report.servers] == ["other"]
     assert "server chat is no longer watched" in [event.message for event in report.events]
+
+
+def test_a_replaced_gpu_source_leaves_no_figures_of_the_one_before() -> None:
+    """A reload that makes a new GPU source, which only remembers who was there: no total and no ledger."""
+    host = Host()
+    host.run(5)
+    (before,) = host.tick().gpus
+    assert before.signals is not None
+    assert before.signals.ledger is not None
+    assert host.gpu_sample is not None
+    assert host.gpu_sample.value is not None
+    known = replace(host.gpu_sample.value, gpus=(reports.identity(before.state),))
+    host.gpu_sample = replace(host.gpu_sample, observed_s=-1e9, value=known)
+    (after,) = host.tick(0.2, poll=False).gpus
+
+    assert (after.stale, after.state.memory) == (True, None)
+    assert after.signals is not None
+    assert (after.signals.ledger, after.signals.headroom_bytes) == (None, None)
 
 
 def test_seconds_lose_nothing_between_ticks() -> None:

@@ -20,7 +20,7 @@ BACKTICKED_PATH = re.compile(rf"`((?:{ROOMS})/[\w./-]+)`")
 CODE = re.compile(r"^```.*?$(.*?)^```|`([^`\n]+)`", re.MULTILINE | re.DOTALL)
 TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
 MAKE = re.compile(r"^(?:sudo )?make +([a-z][a-z-]*)|`(?:sudo )?make +([a-z][a-z-]*)", re.MULTILINE)
-COMMAND = re.compile(r"^(?:sudo )?(?:[\w./]*bin/)?kvwatch +([a-z]+)([^#\n]*)", re.MULTILINE)
+COMMAND = re.compile(r"^(?:sudo )?(?:[\w./]*bin/)?kvwatch +([a-z][a-z-]*)([^#\n]*)", re.MULTILINE)
 FLAG = re.compile(r"(?<=\s)--[a-z][\w.-]*")
 
 

@@ -9,9 +9,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvwatch.exporters.events import EventLog
+from kvwatch.exporters.provider import EvidenceTally
 from kvwatch.exporters.web import WebServer
 from kvwatch.model.report import Event, TickReport
 from tests.exporters import sample
+
+
+@dataclass
+class FixedShelf:
+    """Pieces of evidence in memory."""
+
+    pieces: dict[str, bytes] = field(default_factory=dict)
+    failure: OSError | None = None
+    told: EvidenceTally = field(default_factory=EvidenceTally)
+
+    def names(self) -> list[str]:
+        return sorted(self.pieces, reverse=True)
+
+    def read(self, name: str) -> bytes | None:
+        if self.failure is not None:
+            raise self.failure
+        return self.pieces.get(name)
+
+    def tally(self) -> EvidenceTally:
+        return self.told
 
 
 @dataclass
@@ -24,12 +45,16 @@ class FixedProvider:
     missing: list[str] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
     reloads: int = 0
+    shelf: FixedShelf = field(default_factory=FixedShelf)
 
     def report(self) -> TickReport | None:
         return self.current
 
     def events(self, since_wall_s: float) -> list[Event]:
         return self.log.since(since_wall_s)
+
+    def evidence(self) -> FixedShelf:
+        return self.shelf
 
     def healthy(self) -> bool:
         return self.is_healthy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvwatch.model.report import TickReport
+from kvwatch.model.report import Event, TickReport
 from tests.exporters import sample
 from tests.exporters.serve import FixedProvider, serving
 
@@ -27,11 +27,20 @@ BROWSER = (
     "--dump-dom",
 )
 
+EVIDENCE = "20261130T000000Z-recompute_tax-chat~0~"
+KEPT = Event(
+    seq=43,
+    wall_s=sample.NOW_WALL_S,
+    kind="evidence",
+    message=f"evidence kept: /evidence/{EVIDENCE}",
+    fields={"evidence": EVIDENCE},
+)
+
 
 def browse(report: TickReport | None, tmp_path: Path) -> tuple[str, str]:
     """The page's elements after three seconds, and what the browser logged."""
     provider = FixedProvider(current=report)
-    provider.log.add(sample.events())
+    provider.log.add((*sample.events(), KEPT))
     with serving(provider) as server:
         done = subprocess.run(
             [*BROWSER, f"--user-data-dir={tmp_path}", server.url],
@@ -64,6 +73,11 @@ def test_the_page_shows_the_report_and_hostile_names_stay_text(tmp_path: Path) -
         "would cap chat",
     ):
         assert wanted in text, wanted
+    # The link of a red rule that pages, to what was kept of the minutes before; yellow ones have none.
+    links = re.findall(r'href="/evidence/latest\?rule=(\w+)&amp;server=([^&]*)&', page)
+    assert {("device_headroom", ""), ("recompute_tax", "chat"), ("gpu_lost", "")} <= set(links)
+    assert "kv_usage" not in {rule for rule, _ in links}
+    assert f'href="/evidence/{EVIDENCE}"' in page
     assert "<img" not in page
     assert page.count("<script") == 1
     assert "&lt;img src=x" in page

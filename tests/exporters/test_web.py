@@ -292,6 +292,22 @@ def test_at_the_cap_the_one_that_got_nowhere_longest_gives_way() -> None:
         assert read_answer(first).status == 200
 
 
+def test_a_flood_of_silent_clients_pushes_out_its_own() -> None:
+    """A client inside its first request, and one between two, outlive many times the cap of others."""
+    with serving(limits=Limits(connections=20)) as server, contextlib.ExitStack() as stack:
+        known, slow = (stack.enter_context(connect(server)) for _ in range(2))
+        known.sendall(request("/-/healthy"))
+        assert read_answer(known).status == 200
+        slow.sendall(request("/-/healthy")[:20])
+        for _ in range(100):
+            stack.enter_context(connect(server))
+        assert ask(server, "/-/healthy").status == 200  # all of them have been accepted
+        slow.sendall(request("/-/healthy")[20:])
+        assert read_answer(slow).status == 200
+        known.sendall(request("/-/healthy"))
+        assert read_answer(known).status == 200
+
+
 def test_case_E21_slow_readers_do_not_block_a_scrape() -> None:
     """Clients that ask for a big page and read nothing cost no thread: the next scrape is answered."""
     provider = FixedProvider()

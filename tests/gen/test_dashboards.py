@@ -34,10 +34,16 @@ def _panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield panel
 
 
-def _expressions(board: dict[str, Any]) -> Iterator[str]:
+def _queries(board: dict[str, Any]) -> Iterator[str]:
     for panel in _panels(board):
         for target in panel["targets"]:
             yield target["expr"]
+    for note in board["annotations"]["list"]:
+        yield note["expr"]
+
+
+def _expressions(board: dict[str, Any]) -> Iterator[str]:
+    yield from _queries(board)
     for variable in board["templating"]["list"]:
         if variable["type"] == "query":
             yield variable["query"]["query"]
@@ -66,11 +72,8 @@ def test_case_D7_a_renamed_metric_would_be_noticed() -> None:
 @pytest.mark.needs("promtool")
 def test_every_expression_parses(board: dict[str, Any], tmp_path: Path) -> None:
     """Prometheus's own parser accepts every query."""
-    rules = []
-    for panel in _panels(board):
-        for target in panel["targets"]:
-            text = target["expr"].replace("$__rate_interval", "1m")
-            rules.append({"record": f"check:{len(rules)}", "expr": text})
+    texts = [text.replace("$__rate_interval", "1m") for text in _queries(board)]
+    rules = [{"record": f"check:{number}", "expr": text} for number, text in enumerate(texts)]
     file = tmp_path / "rules.yml"
     file.write_text(json.dumps({"groups": [{"name": "check", "rules": rules}]}))
 
@@ -99,18 +102,26 @@ def test_the_datasource_is_chosen_by_the_reader(board: dict[str, Any]) -> None:
     for panel in _panels(board):
         assert panel["datasource"] == chosen
         assert all(target["datasource"] == chosen for target in panel["targets"])
+    assert all(note["datasource"] == chosen for note in board["annotations"]["list"])
 
 
 def test_every_variable_is_defined_and_every_query_chooses_a_host(board: dict[str, Any]) -> None:
     """A query uses only variables that the dashboard has; hosts can always be told apart."""
     defined = {variable["name"] for variable in board["templating"]["list"]} | BUILTIN
-    for panel in _panels(board):
-        for target in panel["targets"]:
-            used = set(re.findall(r"\$\{?(\w+)", target["expr"]))
-            assert used <= defined, target["expr"]
-            assert "instance" in used, target["expr"]
-            labels = set(re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")))
-            assert labels <= {"instance"} | {x for row in METRICS for x in row.labels}, target["legendFormat"]
+    for text in _queries(board):
+        used = set(re.findall(r"\$\{?(\w+)", text))
+        assert used <= defined, text
+        assert "instance" in used, text
+
+
+def test_legends_and_notes_name_labels_that_exist(board: dict[str, Any]) -> None:
+    """What stands in {{braces}} is a label of some metric, so that no legend shows a hole."""
+    legends = [target.get("legendFormat", "") for panel in _panels(board) for target in panel["targets"]]
+    notes = [note["textFormat"] for note in board["annotations"]["list"]]
+    known = {"instance"} | {label for row in METRICS for label in row.labels}
+
+    for text in legends + notes:
+        assert set(re.findall(r"\{\{(\w+)\}\}", text)) <= known, text
 
 
 def test_counters_are_read_over_the_interval_that_grafana_knows(board: dict[str, Any]) -> None:

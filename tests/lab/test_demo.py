@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 
 from kvwatch.lab import demo
-from kvwatch.lab.demo_script import MAX_PER_S, SCENARIOS
+from kvwatch.lab.demo_script import ALL, MAX_PER_S, SCENARIOS
 from kvwatch.model.level import RuleId
 from kvwatch.model.settings import Settings
 from kvwatch.sources.servers import vllm
@@ -54,6 +54,30 @@ def test_every_phase_is_told_once_per_round_and_none_asks_for_too_much(name: str
         told = [running.narrate(tick / 2) for tick in range(2 * int(min(scenario.period_s, 400.0)))]
         assert [line for line in told if line] == [phase.line for phase in scenario.phases]
         assert all(phase.line in running.describe() for phase in scenario.phases)
+    finally:
+        running.close()
+
+
+def test_all_is_every_story_in_turn_and_begins_again() -> None:
+    """The phases of `all` are those of the stories that end, in their order, each at its own distance."""
+    parts = [SCENARIOS[name] for name in ("tour", "overload", "leak", "faults")]
+    assert [phase.line for phase in ALL.phases] == [phase.line for one in parts for phase in one.phases]
+    assert ALL.period_s == sum(one.period_s for one in parts)
+    assert ALL.phase_at(ALL.period_s + 15.0) == ALL.phase_at(15.0)
+    assert [ALL.phase_at(120.0 + at_s).line for at_s in (5.0, 20.0, 60.0)] == [
+        SCENARIOS["overload"].phase_at(at_s).line for at_s in (5.0, 20.0, 60.0)
+    ]
+
+
+def test_a_fast_story_moves_the_load_and_not_the_clock_of_the_readings() -> None:
+    """At ten times the speed the script is ten times as far; GPUs are read on the daemon's own clock."""
+    now = [100.0]
+    running = demo.start("calm", Settings(), mono=lambda: now[0], speed=10.0)
+    try:
+        running.world.page()
+        now[0] += 3.0
+        assert running.world.elapsed_s() == pytest.approx(30.0)
+        assert running.gpu_source.poll().gpus[0].ledger_pass.observed_s == 103.0
     finally:
         running.close()
 

@@ -17,7 +17,7 @@ servers:
 
 @pytest.fixture(scope="session")
 def booted() -> Iterator[Lab]:
-    """A container with kvwatch installed by packaging/install.sh, not yet started."""
+    """A container with kvwatch installed by `make install`."""
     with Lab() as lab:
         lab.write("/etc/kvwatch/kvwatch.yml", CONFIG)
         lab.install()

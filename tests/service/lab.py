@@ -33,9 +33,8 @@ NSPAWN = (
     "--boot",
     "--console=pipe",
 )
-LAUNCHER = f"""#!{PYTHON}
+LAUNCHER = """#!/opt/kvwatch/bin/python
 import sys
-sys.path.insert(0, "/opt/kvwatch/lib")
 from kvwatch.cli import main
 sys.exit(main())
 """
@@ -133,11 +132,9 @@ except OSError as error:
         target.chmod(mode)
 
     def install(self) -> str:
-        """Install as `make install` does; the virtual environment is in place already."""
-        script = "/opt/kvwatch-source/packaging/install.sh"
-        return self.run(
-            "env", "KVWATCH_SKIP_VENV=1", "sh", script, "install", "--no-start", check=True
-        ).stdout
+        """`make install` in a checkout; the virtual environment is in place already (no network in here)."""
+        make = ("make", "-C", "/opt/kvwatch-source", "--no-print-directory")
+        return self.run(*make, "install", "KVWATCH_SKIP_VENV=1", check=True).stdout
 
     def drop_in(self, name: str, text: str) -> None:
         """Add a drop-in to the unit and load it."""
@@ -147,7 +144,8 @@ except OSError as error:
     def reset(self) -> None:
         """Stop the service and forget drop-ins and failures."""
         self.run("systemctl", "stop", "kvwatch")
-        shutil.rmtree(self.root / "etc/systemd/system/kvwatch.service.d", ignore_errors=True)
+        for unit in ("kvwatch.service", "kvwatch-exec@.service"):
+            shutil.rmtree(self.root / f"etc/systemd/system/{unit}.d", ignore_errors=True)
         self.run("systemctl", "daemon-reload", check=True)
         self.run("systemctl", "reset-failed", "kvwatch")
         self.run("journalctl", "--sync")
@@ -165,24 +163,30 @@ except OSError as error:
         self._mounted.append(self.root)
 
     def _furnish(self) -> None:
-        """Nothing of the machine starts; kvwatch and the libraries it needs lie in /opt/kvwatch."""
+        """Nothing of the machine starts; kvwatch is in a virtual environment, its checkout beside it."""
         system = self.root / "etc/systemd/system"
         for wanted in system.glob("*.wants"):
             shutil.rmtree(wanted)
         (self.root / "usr/sbin/policy-rc.d").unlink(missing_ok=True)
         (self.root / "etc/machine-id").write_text("")
-        library = self.root / "opt/kvwatch/lib"
         shutil.rmtree(self.root / "opt/kvwatch", ignore_errors=True)
+        venv = self.root / "opt/kvwatch"
+        subprocess.run([PYTHON, "-m", "venv", "--without-pip", str(venv)], check=True)
+        (library,) = venv.glob("lib/python3*/site-packages")
         site = Path(sysconfig.get_path("purelib"))
-        skip = shutil.ignore_patterns("__pycache__", "tests")
-        shutil.copytree(REPOSITORY / "kvwatch", library / "kvwatch", ignore=skip)
         for name in LIBRARIES:
-            source = site / name
-            copy = shutil.copytree if source.is_dir() else shutil.copy2
-            copy(source, library / name)
+            self._copy(site / name, library / name)
+        self._copy(REPOSITORY / "kvwatch", library / "kvwatch")
         self.write("/opt/kvwatch/bin/kvwatch", LAUNCHER, 0o755)
-        for folder in ("systemd", "packaging"):
-            shutil.copytree(REPOSITORY / folder, self.root / "opt/kvwatch-source" / folder)
+        for name in ("kvwatch", "systemd", "packaging", "Makefile"):
+            self._copy(REPOSITORY / name, self.root / "opt/kvwatch-source" / name)
+
+    def _copy(self, source: Path, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "tests"))
+        else:
+            shutil.copy2(source, target)
 
     def _boot(self) -> None:
         with (self._base / "console.log").open("wb") as log:
@@ -219,16 +223,21 @@ except OSError as error:
         self._leader = int(children[0]) if children else 0
         return bool(self._leader)
 
+    def power_off(self) -> None:
+        """Shut the container down; its files stay until `close`."""
+        if self._container is None or self._container.poll() is not None:
+            return
+        if self._find_leader():
+            os.kill(self._leader, signal.SIGRTMIN + 4)  # systemd: power off
+        try:
+            self._container.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._container.kill()
+            self._container.wait()
+
     def close(self) -> None:
         """Power off, then take the mounts away."""
-        if self._container is not None and self._container.poll() is None:
-            if self._find_leader():
-                os.kill(self._leader, signal.SIGRTMIN + 4)  # systemd: power off
-            try:
-                self._container.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                self._container.kill()
-                self._container.wait()
+        self.power_off()
         for mounted in reversed(self._mounted):
             subprocess.run(["umount", str(mounted)], check=False)
         self._mounted.clear()

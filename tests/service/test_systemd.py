@@ -253,3 +253,167 @@ def test_sandbox_allows_what_is_needed_and_nothing_else(lab: Lab) -> None:
     assert found["namespace"] == "EPERM"
     assert found["init-cmdline"] == "ok", "processes of others must be readable, for attribution"
     assert found["home"] in ("hidden", "0")
+
+
+HOOK = """\
+#!/bin/sh
+cat > /dev/null
+setsid sleep 300 &
+echo "$KVWATCH_EVENT $(id -un) $! $(sed -n s/^0:://p /proc/self/cgroup)" >> /srv/hook/told
+"""
+WITH_A_HOOK = """\
+gpus: {source: none}
+servers:
+  - {name: chat, kind: vllm, url: "http://127.0.0.1:8000", period: 500ms, timeout: 200ms}
+rules: {server_down: {for: 1s}}
+notify: [{on: [red], rules: [server_down], exec: {argv: [/opt/hooks/page, word]}}]
+"""
+OUT = """\
+{"v": 1, "entries": [{"server": "chat", "action": "exec", "since_wall_s": 1.0,
+ "params": {"argv": ["/opt/hooks/page", "word"], "deadline_s": 5.0}}]}
+"""
+
+
+def _with_hook(lab: Lab) -> None:
+    """A hook that leaves a mark where the daemon cannot write, and a daemon in a session of its own."""
+    lab.write("/opt/hooks/page", HOOK, 0o755)
+    lab.run("rm", "-rf", "/srv/hook", check=True)
+    lab.run("install", "-d", "-o", "kvwatch-exec", "/srv/hook", check=True)
+    lab.write("/etc/kvwatch/kvwatch.yml", WITH_A_HOOK)
+
+
+def _note_a_limit(lab: Lab) -> None:
+    """What a daemon has on disk while a lever of its is moved."""
+    lab.write("/var/lib/kvwatch/outstanding.json", OUT, 0o600)
+    lab.run("chown", "kvwatch:kvwatch", "/var/lib/kvwatch/outstanding.json", check=True)
+
+
+def _told(lab: Lab, event: str) -> list[str]:
+    """The words of the hook's first mark for this event, waited for."""
+    deadline_s = time.monotonic() + 30
+    while True:
+        path = lab.root / "srv/hook/told"
+        lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        found = [words for words in lines if words[0] == event]
+        if found:
+            return found[0]
+        assert time.monotonic() < deadline_s, lab.journal() + lab.journal("kvwatch-exec@*")
+        time.sleep(0.1)
+
+
+def _counted(lab: Lab, outcome: str) -> None:
+    """Wait until one hook has come out like this."""
+    deadline_s = time.monotonic() + 20
+    while f'action="exec",outcome="{outcome}"}} 1' not in lab.get("/metrics")[1]:
+        assert time.monotonic() < deadline_s, lab.journal() + lab.journal("kvwatch-exec@*")
+        time.sleep(0.2)
+
+
+def test_hooks_run_outside_the_sandbox(lab: Lab) -> None:
+    """A hook writes where the daemon cannot, as its own user; its unit leaves nothing behind."""
+    _with_hook(lab)
+    lab.run("systemctl", "restart", "kvwatch", check=True)
+
+    _, user, child, group = _told(lab, "red")
+
+    assert user == "kvwatch-exec"
+    assert "kvwatch-exec@" in group
+    _counted(lab, "applied")
+    deadline_s = time.monotonic() + 10
+    while lab.run("test", "-e", f"/proc/{child}").returncode == 0:
+        assert time.monotonic() < deadline_s, "a daemon that the hook left is still there"
+        time.sleep(0.1)
+    assert lab.show("kvwatch-exec.socket", "ActiveState")["ActiveState"] == "active"
+
+
+def test_only_root_and_the_service_reach_the_hooks(lab: Lab) -> None:
+    """The socket is for the group alone, in a folder where the service's user cannot replace it."""
+    connects = "import socket; socket.socket(socket.AF_UNIX).connect('/run/kvwatch-exec.sock')"
+    as_nobody = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
+
+    stat = lab.run("stat", "-c", "%a %U %G", "/run/kvwatch-exec.sock", "/run").stdout.split("\n")
+    refused = lab.run(*as_nobody, PYTHON, "-c", connects)
+
+    assert stat[0] == "660 root kvwatch"
+    assert stat[1].startswith("755 root")
+    assert "PermissionError" in refused.stdout
+
+
+def test_a_hook_the_daemons_user_could_change_is_not_run(lab: Lab) -> None:
+    """A program that belongs to the service's user would be its way out of the sandbox."""
+    _with_hook(lab)
+    lab.run("chown", "kvwatch", "/opt/hooks/page", check=True)
+    lab.run("systemctl", "restart", "kvwatch", check=True)
+
+    _counted(lab, "failed")
+
+    assert "/opt/hooks/page can be changed by uid" in lab.journal("kvwatch-exec@*")
+    assert not (lab.root / "srv/hook/told").exists()
+    lab.run("chown", "root", "/opt/hooks/page", check=True)
+
+
+def test_a_killed_daemons_limit_is_given_back_outside_the_sandbox(lab: Lab) -> None:
+    """After SIGKILL `kvwatch restore` runs the hook through the helper, too."""
+    _with_hook(lab)
+    lab.run("systemctl", "restart", "kvwatch", check=True)
+    _note_a_limit(lab)
+
+    lab.run("systemctl", "kill", "--signal=KILL", "--kill-who=main", "kvwatch", check=True)
+
+    assert _told(lab, "restore")[1] == "kvwatch-exec"
+    assert "given back: chat via exec" in lab.journal()
+
+
+def test_without_the_helper_hooks_run_in_the_sandbox(lab: Lab) -> None:
+    """Told to use none, the daemon runs the hook itself, which then cannot write there."""
+    _with_hook(lab)
+    lab.run("chmod", "0777", "/srv/hook", check=True)
+    lab.drop_in("inside", "[Service]\nEnvironment=KVWATCH_EXEC_SOCKET=\n")
+    lab.run("systemctl", "restart", "kvwatch", check=True)
+
+    _counted(lab, "failed")
+
+    assert not (lab.root / "srv/hook/told").exists()
+
+
+def test_limits_are_given_back_while_the_host_shuts_down() -> None:
+    """A hook can still be started after the shutdown has begun."""
+    with Lab() as lab:
+        lab.write("/etc/kvwatch/kvwatch.yml", WITH_A_HOOK.replace("on: [red]", "on: [green]"))
+        lab.install()
+        _with_hook(lab)
+        lab.run("systemctl", "restart", "kvwatch", check=True)
+        _note_a_limit(lab)
+
+        lab.power_off()
+
+        assert _told(lab, "restore")[1] == "kvwatch-exec"
+
+
+def test_service_goes_away_again() -> None:
+    """Uninstalled, only configuration, state and users are left; installing again works."""
+    with Lab() as lab:
+        lab.write("/etc/kvwatch/kvwatch.yml", "gpus: {source: none}\n")
+        said = lab.install()
+        assert "running" in said
+        assert lab.show("kvwatch", "ActiveState", "UnitFileState") == {
+            "ActiveState": "active",
+            "UnitFileState": "enabled",
+        }
+        assert lab.run("systemctl", "is-enabled", "kvwatch-exec.socket").stdout.strip() == "enabled"
+
+        lab.run("/opt/kvwatch/bin/kvwatch", "install-service", "--uninstall", check=True)
+
+        assert lab.show("kvwatch", "ActiveState", "LoadState") == {
+            "ActiveState": "inactive",
+            "LoadState": "not-found",
+        }
+        assert lab.run("systemctl", "is-active", "kvwatch-exec.socket").stdout.strip() == "inactive"
+        assert not list(lab.root.glob("etc/systemd/system/**/kvwatch*"))
+        assert not (lab.root / "usr/lib/sysusers.d/kvwatch.conf").exists()
+        assert (lab.root / "etc/kvwatch/kvwatch.yml").exists()
+        assert (lab.root / "var/lib/kvwatch").is_dir()
+
+        lab.run("/opt/kvwatch/bin/kvwatch", "install-service", check=True)
+
+        assert lab.show("kvwatch", "ActiveState")["ActiveState"] == "active"

@@ -247,7 +247,7 @@ def test_current_source_wins_over_a_stale_better_one() -> None:
 
 
 def test_freshness_limits() -> None:
-    """A GPU sample is current for 2.5 s; a server's for three periods, at least 3 s."""
+    """A GPU sample is current for 2.5 s (a stuck or paused source's never), a server's for three periods."""
     one, slow = host(100.0)["nvml"], replace(CHAT, period_s=5.0)
     good = page(100.0)
 
@@ -256,6 +256,10 @@ def test_freshness_limits() -> None:
         False,
         False,
     )
+    told = status("nvml")
+    assert gpu_fresh(one, clock(100.0), told)
+    assert not gpu_fresh(one, clock(100.0), replace(told, stuck=True))
+    assert not gpu_fresh(one, clock(100.0), replace(told, paused=True))
     assert (server_fresh(good, CHAT, clock(103.0)), server_fresh(good, CHAT, clock(103.1))) == (True, False)
     assert (server_fresh(good, slow, clock(115.0)), server_fresh(good, slow, clock(115.1))) == (True, False)
     assert server_fresh(replace(good, value=None), CHAT, clock(100.0)) is False

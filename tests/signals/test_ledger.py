@@ -253,6 +253,17 @@ def test_old_pass_is_not_shown_as_new() -> None:
     assert run.signals.gpus[0].headroom_bytes is not None
 
 
+def test_no_ledger_of_a_gpu_whose_memory_is_not_told() -> None:
+    """A GPU that fails just after its processes were read shows no ledger: it would have no total."""
+    run = Run()
+    run.gpu(1000.0, gpu(1000.0, GIB, [process(1, GIB)]))
+    assert run.signals.gpus[0].ledger is not None
+    run.gpu(1000.4, replace(gpu(1000.0, GIB, [process(1, GIB)]), memory=None))
+
+    assert run.signals.gpus[0].ledger is None
+    assert run.signals.gpus[0].unattributed_bytes is None
+
+
 def test_case_F3_pid_that_does_not_resolve_is_unknown_not_zero() -> None:
     """A pid without a process here keeps what the driver says of it; where that is not told, it is no 0."""
     ghost = process(1, 3 * GIB, "", name="", alive=None)

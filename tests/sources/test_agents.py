@@ -18,8 +18,9 @@ import pytest
 from kvwatch.sources import agents
 from kvwatch.sources.agents import AgentSocket, Heard, Refusal, Registry, Sender
 from kvwatch.sources.base import SourceError
-from kvwatch.wire_datagram import MAX_BYTES, encode
-from tests.agent.build import agent, allocator
+from kvwatch.wire_record import MAX_BYTES
+from tests.agent.build import agent, allocator, encode
+from tests.harness import ROOT
 
 ALICE = Sender(pid=100, uid=1000)
 KEY = "agent/chat/0/0"
@@ -365,9 +366,45 @@ def test_long_path(tmp_path: Path) -> None:
 
 
 def test_cannot_listen(tmp_path: Path) -> None:
-    """A directory that is not there is one clear error with the path."""
-    with pytest.raises(SourceError, match="nowhere"):
-        agents.create(tmp_path / "nowhere" / "agent.sock")
+    """What is in the way is one clear error with the path and what to do; no descriptor stays open."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "full").mkdir()
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    for place, fix in (
+        ("nowhere/agent.sock", "make the directory"),
+        (f"{'n' * 120}/agent.sock", "make the directory"),
+        ("file/agent.sock", "make the directory"),
+        ("taken", "move it away"),
+        (f"full/{'s' * 300}", "set agents.socket"),
+    ):
+        with pytest.raises(SourceError) as told:
+            agents.create(tmp_path / place)
+        assert str(told.value).startswith(str(tmp_path / place))
+        assert fix in str(told.value)
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+
+
+def test_no_descriptor_left(tmp_path: Path) -> None:
+    """Out of descriptors is such an error too, and says where their limit is."""
+    program = (
+        "import resource, sys\nfrom pathlib import Path\nfrom kvwatch.sources import agents\n"
+        "from kvwatch.sources.base import SourceError\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+        "try: agents.create(Path(sys.argv[1]))\nexcept SourceError as error: print(error)"
+    )
+    path = tmp_path / "agent.sock"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+
+    assert ended.stdout.startswith(f"{path}: cannot listen for agents (Too many open files)")
+    assert "LimitNOFILE" in ended.stdout
 
 
 def test_successor_keeps_its_socket(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvwatch.model.server import AllocatorState
-from kvwatch.wire_datagram import address, encode
-from tests.agent.build import GIB, MIB, agent, allocator
+from kvwatch.wire_record import address
+from tests.agent.build import GIB, MIB, agent, allocator, encode
 from tests.harness import Daemon, free_port
 
 CONFIG = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 import threading
 
 import pytest
@@ -115,6 +117,47 @@ def pages(draw: st.DrawFn) -> str:
 def test_agrees_on_generated_pages(page: str, wanted: set[str]) -> None:
     """Whatever a page in the text format holds, wanted families are read as prometheus_client reads them."""
     assert ours(pick(page.encode(), wanted)) == theirs(page, wanted)
+
+
+VALUE = re.compile(r"(?m)^(\s*[^#\s{]+(?:\{.*\})?\s+)(\S+)")
+
+
+@given(page=pages(), wanted=st.sets(NAMES, min_size=1), numbers=st.lists(NUMBERS, min_size=1))
+@settings(deadline=None)
+def test_a_page_with_the_series_of_an_earlier_one_is_read_as_if_it_were_the_first(
+    page: str, wanted: set[str], numbers: list[float]
+) -> None:
+    """What is remembered of a page's series changes nothing about the values of the next one."""
+    pick(page.encode(), wanted)
+    later = itertools.cycle(numbers)
+    changed = VALUE.sub(lambda found: found[1] + repr(next(later)), page)
+
+    assert ours(pick(page.encode(), wanted)) == theirs(page, wanted)
+    assert ours(pick(changed.encode(), wanted)) == theirs(changed, wanted)
+
+
+def test_histograms_of_later_pages_have_later_values() -> None:
+    """Buckets, count and sum of a second page with the same series are its own; a blank one is left out."""
+    text = 'h_bucket{a="1",le="+Inf"} %d\nh_bucket{a="1",le="1"} %d\nh_sum{a="1"} %s\nh_count{a="1"} %d\n'
+    read = [
+        pick((text % values).encode(), {"h"}).histograms("h")[0][1]
+        for values in ((3, 2, "4.5", 3), (9, 7, "8.5", 9), (10, 7, "NaN", 10), (11, 8, "9.5", 11))
+    ]
+
+    assert [one.counts for one in read] == [(2.0,), (7.0,), (7.0,), (8.0,)]
+    assert [one.count for one in read] == [3.0, 9.0, 10.0, 11.0]
+    assert [one.sum for one in read] == [4.5, 8.5, None, 9.5]
+
+
+def test_facts_belong_to_the_series_of_a_page() -> None:
+    """A fact is found once for pages with the same series, and anew where a series came or went."""
+    asked: list[int] = []
+    for page in (b"fact_a 1\n", b"fact_a 2\n", b"fact_a 2\nfact_b 1\n", b"fact_a 3\n"):
+        families = pick(page, {"fact_a", "fact_b"})
+        count = families.fact("test.count", lambda found=families: asked.append(1) or len(found.names()))
+        assert count == len(families.names())
+
+    assert len(asked) == 2
 
 
 @given(page=st.binary(max_size=300) | st.binary(max_size=60).map(lambda b: b"vllm:a{" + b + b"\nvllm:a " + b))

@@ -1,7 +1,7 @@
 """Python runs this first in every process below `python -m kvwatch.agent run`: starts the agent with torch.
 
 It finds kvwatch beside itself, without putting that folder on the path, and gives way to the
-sitecustomize that it hides. Never raises.
+sitecustomize that it hides. Python itself reports a fault in here in one line, and starts the program.
 """
 
 
@@ -49,8 +49,5 @@ try:
     from kvwatch.agent.hooks import when_imported
 
     when_imported("torch", _started)
-except Exception as error:  # noqa: BLE001 - a program must start whatever happens here
-    import sys
-
-    print(f"kvwatch agent: not started: {error!r}", file=sys.stderr)
-_next()
+finally:
+    _next()

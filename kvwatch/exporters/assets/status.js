@@ -292,13 +292,20 @@ function where(r) {
   return r.source || "this host";
 }
 
+// Where what was kept of the minutes before a paging rule's red is shown.
+function evidenceLink(r) {
+  const query = new URLSearchParams({ rule: r.rule, server: r.server, engine: r.engine, uuid: r.uuid });
+  return h("a", { href: `/evidence/latest?${query}` }, "evidence");
+}
+
 function ruleTable(rules, now) {
   return table(
     [["Level"], ["Rule"], ["Where"], ["Value", "num"], ["Yellow", "num"], ["Red", "num"], ["For", "num"], ["Why", "wide"]],
     rules.map((r) => [
       chip(levelOf(r.level)), r.rule, where(r), inUnit(r.rule, r.value), inUnit(r.rule, r.yellow), inUnit(r.rule, r.red),
       known(r.since_wall_s) ? seconds(Math.max(0, now - r.since_wall_s)) : null,
-      [r.detail || REASON[r.reason] || r.reason.replace(/_/g, " "), r.pages ? "" : " (does not page)"].join(""),
+      h("span", {}, r.detail || REASON[r.reason] || r.reason.replace(/_/g, " "), r.pages ? "" : " (does not page)",
+        r.pages && r.level === "red" ? [" · ", evidenceLink(r)] : null),
     ]));
 }
 
@@ -344,7 +351,8 @@ function eventSection(events) {
   return section("Last events", h("div", { class: "card" }, events.length
     ? h("ul", { class: "plain" }, [...events].reverse().map((e) => h("li", {},
       h("time", { datetime: new Date(e.wall_s * 1000).toISOString() }, clock(e.wall_s)),
-      e.level_to ? chip(levelOf(e.level_to)) : h("span", { class: "chip unknown" }, e.kind), ` ${e.message}`)))
+      e.level_to ? chip(levelOf(e.level_to)) : h("span", { class: "chip unknown" }, e.kind), ` ${e.message}`,
+      e.fields && e.fields.evidence ? [" · ", h("a", { href: `/evidence/${encodeURIComponent(e.fields.evidence)}` }, "evidence")] : null)))
     : h("p", { class: "why" }, "Nothing has changed yet.")));
 }
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kvwatch.sources.gpu import nvml_errors as errors
+from kvwatch.sources.gpu.host_memory import HostMemory, Memory, is_coherent, is_unified
 from kvwatch.sources.gpu.nvml_lanes import Motion
 from kvwatch.sources.gpu.nvml_processes import ProcessLists, merged
 
-Memory = tuple[int, int, int, int | None]  # total, used, free, reserved (bytes)
 V2, V1 = "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"
 REOPEN_FIRST_S, REOPEN_MAX_S = 5.0, 60.0
 DENIED_RETRY_S = 60.0
@@ -34,8 +34,8 @@ class Device:
 
     __slots__ = (
         "detail", "fresh", "handle", "health", "index", "is_mig_parent", "low", "memory", "mig_profile",
-        "missing", "motion", "name", "parent", "peak", "reopen_in_s", "reopen_s", "sent", "used_v1",
-        "utilization", "uuid",
+        "missing", "motion", "name", "parent", "peak", "reopen_in_s", "reopen_s", "sent", "unified",
+        "used_v1", "utilization", "uuid",
     )  # fmt: skip
 
     def __init__(self, index: int, parent: Device | None = None) -> None:
@@ -50,6 +50,7 @@ class Device:
         self.detail = ""
         self.missing: dict[str, tuple[float, int]] = {}  # call -> (retry at, return code)
         self.used_v1 = False
+        self.unified = False  # whether its memory is the host's, read there
         self.reopen_s = 0.0
         self.reopen_in_s = REOPEN_FIRST_S
         self.motion = Motion()
@@ -83,8 +84,9 @@ class Device:
 class Reader:
     """All devices of a loaded NVML library. `dirty` says that names, states or capabilities changed."""
 
-    def __init__(self, nvml: Any, *, pid_max: int) -> None:
+    def __init__(self, nvml: Any, *, pid_max: int, host: HostMemory) -> None:
         self.nvml = nvml
+        self.host = host
         self.now_s = 0.0
         self.devices: list[Device] = []
         self.dirty = True
@@ -286,7 +288,26 @@ class Reader:
     # -- readings ------------------------------------------------------------------------------
 
     def memory(self, device: Device) -> Memory | None:
-        """Memory in bytes by version 2; by version 1 (reserved counted as used) where that is missing."""
+        """Memory in bytes: NVML's, or the host's where a known device has no other.
+
+        NVML is asked in any case, since a device that is lost or denied has no memory at all.
+        """
+        reading = self._own_memory(device)
+        if device.handle is None or device.parent is not None or not is_unified(device.name):
+            return reading
+        if reading is None and self._lacking(device) != errors.NOT_SUPPORTED:
+            return None
+        shared = self.host.unified()
+        if shared is not None:
+            self._note_version(device, v1=False, unified=True)
+        return shared
+
+    def _lacking(self, device: Device) -> int:
+        """The return code with which memory by version 2 was refused, 0 if it was not."""
+        return device.missing.get(V2, (0.0, 0))[1]
+
+    def _own_memory(self, device: Device) -> Memory | None:
+        """Memory by version 2; by version 1 (reserved counted as used) where that is missing."""
         info = None
         if self.has_v2:
             function = self.nvml.nvmlDeviceGetMemoryInfo
@@ -303,9 +324,10 @@ class Reader:
         self._note_version(device, v1=True)
         return _plausible(info.total, info.used, info.free, None)
 
-    def _note_version(self, device: Device, *, v1: bool) -> None:
-        self.dirty |= device.used_v1 != v1 or device.health != "ok"
-        device.used_v1 = v1
+    def _note_version(self, device: Device, *, v1: bool, unified: bool = False) -> None:
+        unified = unified or device.unified  # once read from the host, always: both are asked each time
+        self.dirty |= (device.used_v1, device.unified) != (v1, unified) or device.health != "ok"
+        device.used_v1, device.unified = v1, unified
         device.health, device.detail = "ok", ""
         device.reopen_in_s = REOPEN_FIRST_S
 
@@ -357,7 +379,16 @@ class Reader:
             "remap": None if rows is None else [bool(rows[2]), bool(rows[3])],
             "ecc": [None if count is None else errors.known(count) for count in (corrected, uncorrected)],
             "why": self.call(device, "nvmlDeviceGetCurrentClocksEventReasons"),
+            "reclaimable": self.host.reclaimable() if device.unified else None,
+            "os": self._os_pages(device),
         }
+
+    def _os_pages(self, device: Device) -> int | None:
+        """Bytes that the operating system keeps in this GPU's memory, on devices known to lend it."""
+        if device.parent is not None or not is_coherent(device.name):
+            return None
+        node = self.call(device, "nvmlDeviceGetNumaNodeId")
+        return None if node is None else self.host.os_pages(node)
 
     def energy(self, device: Device) -> int | None:
         """Energy in millijoules since the driver was loaded; 3 to 17 ms a call."""

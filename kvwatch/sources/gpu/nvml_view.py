@@ -16,6 +16,14 @@ STALE_AFTER_S = 2.0  # or three sample intervals
 LEDGER_STALE_AFTER_S = 15.0  # the process lane slows down to 10 s
 SLOW_STALE_AFTER_S = 90.0
 NO_INDEX = -1
+UNIFIED = (
+    "this device uses the host's memory: total is MemTotal, free is MemAvailable (page cache can be given "
+    "up), and used is what all of the host uses"
+)
+COHERENT = (
+    "the operating system may keep pages in this GPU's memory, which count as used (os_pages_bytes), and "
+    "memory may stay used for a while after its process has ended"
+)
 NAMELESS = "GPU-unknown-"  # with the index: a GPU that never told its UUID
 CLOCK_EVENT_REASONS = (
     (0x1, "gpu_idle"),
@@ -70,6 +78,8 @@ class Track:
         """Four numbers as GpuMemory, labelled with how they were counted."""
         total, used, free, reserved = parts
         accounting = Accounting.V1 if self.facts.get("v1") else Accounting.V2
+        if self.facts.get("unified"):
+            accounting = Accounting.UNIFIED
         return GpuMemory(
             total_bytes=total,
             used_bytes=used,
@@ -116,6 +126,9 @@ class Track:
             parent_uuid=parent,
             is_mig_parent=facts["is_mig_parent"],
             capabilities_missing=facts["missing"],
+            memory_note=UNIFIED if facts.get("unified") else COHERENT if facts.get("coherent") else "",
+            reclaimable_bytes=self.slow.get("reclaimable"),
+            os_pages_bytes=self.slow.get("os"),
             utilization_ratio=busy[0],
             memory_bandwidth_utilization_ratio=busy[1],
             ledger_pass=self.ledger,

@@ -23,6 +23,7 @@ from json import JSONEncoder
 from typing import Any
 
 from kvwatch.sources.gpu import nvml_errors as errors
+from kvwatch.sources.gpu.host_memory import HostMemory, is_coherent
 from kvwatch.sources.gpu.nvml_lanes import FAST_S, FLAT_S, SLOWEST_MEMORY_S, Cost, Pace, stretched
 from kvwatch.sources.gpu.nvml_reader import Device, LibraryGoneError, Reader
 from kvwatch.sources.gpu.procfs import ProcessTable
@@ -301,6 +302,8 @@ class Worker:
                 {
                     "uuid": device.uuid, "index": device.index, "name": device.name, "health": device.health,
                     "detail": device.detail, "mig_profile": device.mig_profile, "v1": device.used_v1,
+                    "unified": device.unified,
+                    "coherent": device.parent is None and is_coherent(device.name),
                     "parent_uuid": device.parent.uuid if device.parent else "",
                     "is_mig_parent": device.is_mig_parent, "missing": sorted(device.missing),
                 }
@@ -383,7 +386,8 @@ def serve(tick_s: float, *, memory_only: bool) -> None:
     except pynvml.NVMLError as error:
         raise LibraryGoneError(error.value) from error
     try:
-        Worker(Reader(pynvml, pid_max=pid_max()), tick_s, memory_only=memory_only).run()
+        host = HostMemory(os.environ.get("KVWATCH_HOST_ROOT", ""))
+        Worker(Reader(pynvml, pid_max=pid_max(), host=host), tick_s, memory_only=memory_only).run()
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()

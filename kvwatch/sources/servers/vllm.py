@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvwatch.model.sample import FailureKind
@@ -26,7 +26,10 @@ from kvwatch.model.server import (
 from kvwatch.model.settings import ServerSettings
 from kvwatch.sources.base import SourceError
 from kvwatch.sources.exposition import Families, Labels, Series, pick, ratio, whole
+from kvwatch.sources.families import Shape
 from kvwatch.sources.http import parse_json
+from kvwatch.sources.servers._vllm_pool import Size, replica, used_blocks
+from kvwatch.sources.servers._vllm_pool import sizes as pool_sizes
 from kvwatch.sources.servers.base import (
     METRICS,
     Adapter,
@@ -65,13 +68,22 @@ COUNTERS = ("num_preemptions", "prompt_tokens", "prompt_tokens_cached", "generat
 TTFT = ("time_to_first_token_seconds",)
 TPOT = ("inter_token_latency_seconds", "time_per_output_token_seconds")  # newest name first
 QUEUE = ("request_queue_time_seconds",)
-PROMPT_LENGTH = ("request_prompt_tokens",)
-GENERATION_LENGTH = ("request_generation_tokens",)
+# Histograms of whose buckets nothing is made: their sum and count are read alone.
+PROMPT_LENGTH = "request_prompt_tokens"
+GENERATION_LENGTH = "request_generation_tokens"
 STARTED = "process_start_time_seconds"
 NAMES = (
     *(USAGE, USAGE_OLD, RUNNING, WAITING, SWAPPED, CPU_USAGE, CONFIG, SLEEP, FINISHED, STEPS, *COUNTERS),
-    *(*TTFT, *TPOT, *QUEUE, *PROMPT_LENGTH, *GENERATION_LENGTH),
+    *(*TTFT, *TPOT, *QUEUE),
+    *(length + part for length in (PROMPT_LENGTH, GENERATION_LENGTH) for part in ("_sum", "_count")),
 )
+
+
+_NO_LABELS = Labels({})
+
+
+def _no_counts(_values: Sequence[float]) -> tuple[float, ...]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,47 +92,58 @@ class _Page:
 
     prefix: str
     families: Families
-    replicas: bool  # series of several Ray replicas stand on this page
+    ranks: Mapping[int, str]  # the engine of each label set, by its identity
 
     def engine(self, labels: Labels) -> str:
-        rank = clean(labels.get("engine", "0")) or "0"
-        return f"{rank}@{_replica(labels)}" if self.replicas else rank
+        return self.ranks[id(labels)]
 
-    def one(self, found: Sequence[tuple[Series, float]]) -> dict[str, float]:
-        """One value per engine; refuses a page that has several."""
-        values: dict[str, float] = {}
-        for series, value in found:
+    def one(self, found: Sequence[tuple[Series, int]]) -> dict[str, int]:
+        """One place per engine; refuses a page that has several."""
+        places: dict[str, int] = {}
+        for series, place in found:
             engine = self.engine(series.labels)
-            if engine in values:
+            if engine in places:
                 raise SourceError(
                     FailureKind.NOT_EXPECTED,
                     f"{series.name} is there more than once for engine {engine}: "
                     "the page mixes several servers; point `url` at one server's own port",
                 )
-            values[engine] = value
-        return values
+            places[engine] = place
+        return places
 
-    def gauge(self, name: str) -> dict[str, float]:
-        return self.one(self.families.series(self.prefix + name))
+    def gauge(self, name: str) -> dict[str, int]:
+        """Where the gauge of each engine stands."""
+        return self.one(self.families.places(self.prefix + name))
 
-    def counter(self, name: str) -> dict[str, float]:
-        return self.one(self.families.counter(self.prefix + name))
+    def counter(self, name: str) -> dict[str, int]:
+        """Where the counter of each engine stands, written with `_total` or without."""
+        return self.one(self.series(name))
 
-    def summed(self, name: str) -> dict[str, float]:
-        """A counter added up over its other labels."""
-        sums: dict[str, float] = {}
-        for series, value in self.families.counter(self.prefix + name):
-            engine = self.engine(series.labels)
-            sums[engine] = sums.get(engine, 0.0) + value
-        return sums
+    def parts(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Where the series stand that a counter is added up from."""
+        found = [(self.engine(series.labels), place) for series, place in self.series(name)]
+        return {engine: tuple(place for each, place in found if each == engine) for engine, _ in found}
 
-    def histogram(self, names: Iterable[str]) -> dict[str, Histogram]:
-        """The first of these histograms that the page has."""
+    def series(self, name: str) -> Sequence[tuple[Series, int]]:
+        """The series of a counter."""
+        name = self.prefix + name
+        return self.families.places(name + "_total") or self.families.places(name)
+
+    def histogram(self, names: Iterable[str]) -> dict[str, Shape]:
+        """Where the first of these histograms stands that the page has."""
         for name in names:
-            found = self.families.histograms(self.prefix + name)
+            found = self.families.shapes(self.prefix + name)
             if found:
-                return {self.engine(labels): histogram for labels, histogram in found}
+                return {self.engine(shape.labels): shape for shape in found}
         return {}
+
+    def length(self, name: str) -> dict[str, Shape]:
+        """A histogram whose buckets are not read."""
+        sums = self.gauge(name + "_sum")
+        return {
+            engine: Shape(_NO_LABELS, (), _no_counts, place, sums.get(engine))
+            for engine, place in self.gauge(name + "_count").items()
+        }
 
     def declares(self, name: str) -> bool:
         return bool(self.families.series(self.prefix + name)) or self.families.declares(self.prefix + name)
@@ -130,20 +153,16 @@ def parse(pages: Pages, settings: ServerSettings) -> ServerState:
     """Translate one metrics page into a state per engine; refuse rather than guess."""
     del settings
     page = _read(pages[METRICS])
-    v0 = bool(page.gauge(SWAPPED) or page.gauge(CPU_USAGE))
-    configs = {
-        page.engine(series.labels): series.labels for series, _ in page.families.series(page.prefix + CONFIG)
-    }
-    usage = page.gauge(USAGE) or page.gauge(USAGE_OLD)
-    names = engine_names(_engines(page))
-    kv, notes = _pools(page, names, configs, usage, v0)
+    plan = page.families.fact(f"{page.prefix} plan", lambda: _plan(page))
+    values = page.families.values
+    notes = dict.fromkeys(plan.notes)
     return ServerState(
         kind="vllm",
-        semantics=SEMANTICS_V0 if v0 else SEMANTICS,
-        engines=_engine_states(page, names, kv, v0),
+        semantics=SEMANTICS_V0 if plan.v0 else SEMANTICS,
+        engines=tuple([_engine_state(plan, each, values, notes) for each in plan.engines]),
         version=_version(pages.get("version")),
-        model=_model(page.families),
-        notes=(*_missing(page, usage), *notes, *page.families.findings),
+        model=plan.model,
+        notes=(*_missing(page, plan), *notes, *page.families.findings),
     )
 
 
@@ -156,9 +175,8 @@ def _read(body: bytes) -> _Page:
             "point `url` at vLLM's own port, and start it without --disable-log-stats",
         )
     families = pick(body, _wanted(prefix))
-    _refuse_router(families.label_sets())
-    replicas = prefix != "vllm:" and len({_replica(each) for each in families.label_sets()}) > 1
-    page = _Page(prefix=prefix, families=families, replicas=replicas)
+    ranks = families.fact(f"{prefix} ranks", lambda: _ranks(prefix, families.label_sets()))
+    page = _Page(prefix=prefix, families=families, ranks=ranks)
     if not any(page.declares(name) for name in (USAGE, USAGE_OLD, RUNNING, WAITING)):
         raise not_expected(
             body,
@@ -179,8 +197,12 @@ def _speaks(body: bytes, prefix: bytes) -> bool:
     return body.startswith(prefix) or b"\n" + prefix in body or b"# TYPE " + prefix in body
 
 
-def _replica(labels: Labels) -> str:
-    return clean(labels.get("ReplicaId") or labels.get("WorkerId") or "")[:16]
+def _ranks(prefix: str, labels: Collection[Labels]) -> Mapping[int, str]:
+    """The engine that each label set names; with the replica, where Ray shows several on one page."""
+    _refuse_router(labels)
+    replicas = prefix != "vllm:" and len({replica(each) for each in labels}) > 1
+    ranks = {id(each): clean(each.get("engine", "0")) or "0" for each in labels}
+    return {id(each): f"{ranks[id(each)]}@{replica(each)}" for each in labels} if replicas else ranks
 
 
 def _refuse_router(labels: Collection[Labels]) -> None:
@@ -194,103 +216,177 @@ def _refuse_router(labels: Collection[Labels]) -> None:
             )
 
 
+def _configs(page: _Page) -> dict[str, Labels]:
+    """What vllm:cache_config_info says of each engine, in its labels."""
+    found = page.families.series(page.prefix + CONFIG)
+    return {page.engine(series.labels): series.labels for series, _ in found}
+
+
 def _engines(page: _Page) -> set[str]:
     """Every engine any series names; a page of HELP lines alone has one that has not served yet."""
     found = {page.engine(labels) for labels in page.families.label_sets() if labels}
     return found or {"0"}
 
 
-def _engine_states(
-    page: _Page, names: Sequence[str], kv: Mapping[str, KvCacheState], v0: bool
-) -> tuple[EngineState, ...]:
-    schedulers = _schedulers(page, names, v0)
-    activity = _activity(page)
-    ttft, tpot, queue = page.histogram(TTFT), page.histogram(TPOT), page.histogram(QUEUE)
-    prompt, generation = page.histogram(PROMPT_LENGTH), page.histogram(GENERATION_LENGTH)
-    started = page.families.series(STARTED)
-    return tuple(
-        EngineState(
-            engine=name,
-            kv=kv[name],
-            scheduler=schedulers[name],
-            ttft=ttft.get(name),
-            tpot=tpot.get(name),
-            queue=queue.get(name),
-            prompt_length=prompt.get(name),
-            generation_length=generation.get(name),
-            activity=activity.get(name, Activity.UNKNOWN),
-            started_wall_s=started[0][1] if len(started) == 1 else None,
-        )
-        for name in names
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Where one engine's figures stand among the values of a page; None where they are not there."""
+
+    engine: str
+    size: Size
+    usage: int | None
+    running: int | None
+    waiting: int | None
+    swapped: int | None
+    preemptions: int | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    generation_tokens: int | None
+    steps: int | None
+    finished: tuple[int, ...] | None
+    ttft: Shape | None
+    tpot: Shape | None
+    queue: Shape | None
+    prompt_length: Shape | None
+    generation_length: Shape | None
+    sleep: tuple[tuple[bool, int], ...]  # whether the series is `awake`, and its place
+    started: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What follows from the series of a page alone. `has_usage`: under one of its names."""
+
+    engines: tuple[_Places, ...]
+    v0: bool
+    null_counted: bool | None
+    has_usage: bool
+    model: str
+    notes: tuple[str, ...]
+
+
+def _plan(page: _Page) -> _Plan:
+    """Find every figure's place; refuses a page on which one engine has a figure twice."""
+    v0 = bool(page.gauge(SWAPPED) or page.gauge(CPU_USAGE))
+    new, old = page.gauge(USAGE), page.gauge(USAGE_OLD)
+    sizes = pool_sizes(engine_names(_engines(page)), _configs(page), 0 if v0 else 1)
+    return _Plan(
+        engines=tuple(_places(page, sizes, new or old)),
+        v0=v0,
+        null_counted=None if new and old else not new,
+        has_usage=bool(new or old),
+        model=_model(page.families),
+        notes=tuple(dict.fromkeys(note for size in sizes.values() for note in size.notes)),
     )
 
 
-def _schedulers(page: _Page, names: Sequence[str], v0: bool) -> dict[str, SchedulerState]:
+def _places(page: _Page, sizes: Mapping[str, Size], usage: Mapping[str, int]) -> Iterator[_Places]:
     running, waiting, swapped = page.gauge(RUNNING), page.gauge(WAITING), page.gauge(SWAPPED)
-    if v0:  # a request swapped out waits as well
-        waiting = {name: value + swapped.get(name, 0.0) for name, value in waiting.items()}
     preemptions, prompt, cached, generation = (page.counter(name) for name in COUNTERS)
-    steps, finished = page.gauge(STEPS), page.summed(FINISHED)
-    return {
-        name: SchedulerState(
-            running=whole(running.get(name)),
-            waiting=whole(waiting.get(name)),
-            preemptions_total=whole(preemptions.get(name)),
-            prompt_tokens_total=whole(prompt.get(name)),
-            cached_prompt_tokens_total=whole(cached.get(name)),
-            generation_tokens_total=whole(generation.get(name)),
-            steps_total=whole(steps.get(name)),
-            finished_total=whole(finished.get(name)),
+    steps, finished = page.gauge(STEPS), page.parts(FINISHED)
+    ttft, tpot, queue = page.histogram(TTFT), page.histogram(TPOT), page.histogram(QUEUE)
+    prompt_length, generation_length = page.length(PROMPT_LENGTH), page.length(GENERATION_LENGTH)
+    started = page.families.places(STARTED)
+    for name, size in sizes.items():
+        yield _Places(
+            engine=name,
+            size=size,
+            usage=usage.get(name),
+            running=running.get(name),
+            waiting=waiting.get(name),
+            swapped=swapped.get(name),
+            preemptions=preemptions.get(name),
+            prompt_tokens=prompt.get(name),
+            cached_tokens=cached.get(name),
+            generation_tokens=generation.get(name),
+            steps=steps.get(name),
+            finished=finished.get(name),
+            ttft=ttft.get(name),
+            tpot=tpot.get(name),
+            queue=queue.get(name),
+            prompt_length=prompt_length.get(name),
+            generation_length=generation_length.get(name),
+            sleep=_sleep(page, name),
+            started=started[0][1] if len(started) == 1 else None,
         )
-        for name in names
-    }
 
 
-def _activity(page: _Page) -> dict[str, Activity]:
+def _sleep(page: _Page, engine: str) -> tuple[tuple[bool, int], ...]:
+    found = page.families.places(page.prefix + SLEEP)
+    return tuple(
+        (series.labels.get("sleep_state") == "awake", place)
+        for series, place in found
+        if page.engine(series.labels) == engine
+    )
+
+
+def _engine_state(
+    plan: _Plan, places: _Places, values: Sequence[float], notes: dict[str, None]
+) -> EngineState:
+    return EngineState(
+        engine=places.engine,
+        kv=_pool(plan, places, values, notes),
+        scheduler=_scheduler(plan, places, values),
+        ttft=_histogram(places.ttft, values),
+        tpot=_histogram(places.tpot, values),
+        queue=_histogram(places.queue, values),
+        prompt_length=_histogram(places.prompt_length, values),
+        generation_length=_histogram(places.generation_length, values),
+        activity=_activity(places.sleep, values),
+        started_wall_s=_at(places.started, values),
+    )
+
+
+def _at(place: int | None, values: Sequence[float]) -> float | None:
+    return None if place is None else values[place]
+
+
+def _histogram(shape: Shape | None, values: Sequence[float]) -> Histogram | None:
+    return None if shape is None else shape.of(values)
+
+
+def _scheduler(plan: _Plan, places: _Places, values: Sequence[float]) -> SchedulerState:
+    waiting, swapped = _at(places.waiting, values), _at(places.swapped, values)
+    if plan.v0 and waiting is not None:  # a request swapped out waits as well
+        waiting += swapped or 0.0
+    finished = None if places.finished is None else sum([values[place] for place in places.finished])
+    return SchedulerState(
+        running=whole(_at(places.running, values)),
+        waiting=whole(waiting),
+        preemptions_total=whole(_at(places.preemptions, values)),
+        prompt_tokens_total=whole(_at(places.prompt_tokens, values)),
+        cached_prompt_tokens_total=whole(_at(places.cached_tokens, values)),
+        generation_tokens_total=whole(_at(places.generation_tokens, values)),
+        steps_total=whole(_at(places.steps, values)),
+        finished_total=whole(finished),
+    )
+
+
+def _activity(sleep: tuple[tuple[bool, int], ...], values: Sequence[float]) -> Activity:
     """Asleep when `awake` is 0 (or, without it, when a sleep level is 1); unknown before 0.11.2."""
-    states: dict[str, Activity] = {}
-    for series, value in page.families.series(page.prefix + SLEEP):
-        engine, awake = page.engine(series.labels), series.labels.get("sleep_state") == "awake"
+    state = Activity.UNKNOWN
+    for awake, place in sleep:
         if awake:
-            states[engine] = Activity.SERVING if value > 0 else Activity.SLEEPING
-        elif value > 0:
-            states.setdefault(engine, Activity.SLEEPING)
-    return states
+            return Activity.SERVING if values[place] > 0 else Activity.SLEEPING
+        if values[place] > 0:
+            state = Activity.SLEEPING
+    return state
 
 
-def _pools(
-    page: _Page, names: Sequence[str], configs: Mapping[str, Labels], usage: Mapping[str, float], v0: bool
-) -> tuple[dict[str, KvCacheState], list[str]]:
-    """Each engine's pool. `num_gpu_blocks` is the sum over the engines behind one front end."""
-    pools: dict[str, KvCacheState] = {}
-    notes: dict[str, None] = {}
-    both = bool(page.gauge(USAGE)) and bool(page.gauge(USAGE_OLD))
-    null_counted = None if both else not page.gauge(USAGE)
-    for name in names:
-        config = configs.get(name)
-        if config is None:
-            notes["no vllm:cache_config_info there (as with the Rust front end): KV capacity is unknown"] = (
-                None
-            )
-            pools[name] = KvCacheState(usage_ratio=_usage(usage.get(name), notes))
-            continue
-        share = sum(_replica(each) == _replica(config) for each in configs.values())
-        total = _per_engine(config, share, notes)
-        null_blocks = 0 if v0 else 1
-        blocks = total - null_blocks if total is not None and total > null_blocks else None
-        level = _usage(usage.get(name), notes)
-        used = _used_blocks(level, blocks, null_blocks, null_counted)
-        size, capacity = _tokens(config, total, blocks, notes)
-        pools[name] = KvCacheState(
-            usage_ratio=level,
-            num_blocks=blocks,
-            used_blocks=used,
-            free_blocks=blocks - used if blocks is not None and used is not None else None,
-            block_size_tokens=size,
-            capacity_tokens=capacity,
-            pool_bytes=_pool_bytes(config),
-        )
-    return pools, list(notes)
+def _pool(plan: _Plan, places: _Places, values: Sequence[float], notes: dict[str, None]) -> KvCacheState:
+    """One engine's pool. `num_gpu_blocks` is the sum over the engines behind one front end."""
+    size = places.size
+    level = _usage(_at(places.usage, values), notes)
+    used = used_blocks(level, size.blocks, 0 if plan.v0 else 1, plan.null_counted)
+    return KvCacheState(
+        usage_ratio=level,
+        num_blocks=size.blocks,
+        used_blocks=used,
+        free_blocks=size.blocks - used if size.blocks is not None and used is not None else None,
+        block_size_tokens=size.block_tokens,
+        capacity_tokens=size.capacity_tokens,
+        pool_bytes=size.pool_bytes,
+    )
 
 
 def _usage(value: float | None, notes: dict[str, None]) -> float | None:
@@ -300,74 +396,8 @@ def _usage(value: float | None, notes: dict[str, None]) -> float | None:
     return level
 
 
-def _per_engine(config: Labels, share: int, notes: dict[str, None]) -> int | None:
-    total = _number(config, "num_gpu_blocks")
-    if total is None or share <= 1:
-        return total
-    if total % share:
-        notes[f"{total} blocks do not divide by {share} engines: blocks per engine are unknown"] = None
-        return None
-    return total // share
-
-
-def _used_blocks(
-    level: float | None, blocks: int | None, null_blocks: int, null_counted: bool | None
-) -> int | None:
-    """Blocks in use out of `blocks`, the null block left out.
-
-    From 0.11 usage is used/(n-1). Up to 0.10 it is (used+1)/n, the null block counted as used. Where a page
-    has both names (0.9.2 to 0.11) the denominator that gives a whole number is the right one.
-    """
-    if level is None or blocks is None:
-        return None
-    if not null_blocks:
-        return round(level * blocks)
-    total = blocks + null_blocks
-    if null_counted is None:
-        new, old = level * blocks, level * total
-        null_counted = abs(old - round(old)) < abs(new - round(new))
-    used = round(level * total) - null_blocks if null_counted else round(level * blocks)
-    return min(blocks, max(0, used))
-
-
-def _tokens(
-    config: Labels, total: int | None, blocks: int | None, notes: dict[str, None]
-) -> tuple[int | None, int | None]:
-    """Block size and capacity in tokens.
-
-    With several kinds of attention layers (hybrid models) blocks x size is not the capacity: then the
-    server's own figure counts, and no block size is given, lest somebody multiplies by it.
-    """
-    size, told = _number(config, "block_size"), _number(config, "kv_cache_size_tokens")
-    hints = ("sliding_window", "mamba_block_size", "mamba_page_size_padded")
-    if told is not None and total is not None and size is not None:
-        hybrid = told != total * size
-    else:
-        hybrid = any(_number(config, name) is not None for name in hints)
-    if hybrid:
-        notes["a hybrid model: blocks do not convert to tokens"] = None
-        return None, told
-    if size is not None and blocks is not None:
-        return size, size * blocks
-    return size, told
-
-
-def _pool_bytes(config: Labels) -> int | None:
-    """The configured pool size, unless the number of blocks was set by hand, which overrides it."""
-    overridden = _number(config, "num_gpu_blocks_override") is not None
-    return None if overridden else _number(config, "kv_cache_memory_bytes")
-
-
-def _number(config: Labels, name: str) -> int | None:
-    """A label's whole number; "None" and anything else is no number."""
-    text = config.get(name, "")
-    if not re.fullmatch(r"\d{1,18}(\.0)?", text, re.ASCII):
-        return None
-    return int(float(text)) if "." in text else int(text)
-
-
-def _missing(page: _Page, usage: Mapping[str, float]) -> list[str]:
-    if usage:
+def _missing(page: _Page, plan: _Plan) -> list[str]:
+    if plan.has_usage:
         return []
     if page.declares(USAGE) or page.declares(USAGE_OLD):
         return ["no KV usage yet: with several API servers vLLM shows it after the first request"]
@@ -379,6 +409,7 @@ def _model(families: Families) -> str:
     return clean(", ".join(sorted(names)[:4]))
 
 
+@functools.lru_cache(maxsize=64)
 def _version(body: bytes | None) -> str:
     if body is None:
         return ""

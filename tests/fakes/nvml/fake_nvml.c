@@ -39,7 +39,7 @@ typedef struct device {
     int present;
     char uuid[96], name[96];
     u64 total, used, free, reserved, energy, ecc_corrected, ecc_uncorrected, reasons, bar1_total, bar1_used;
-    u32 util, memutil, power, temp, remap_pending, remap_failed, mig, gi, ci;
+    u32 util, memutil, power, temp, remap_pending, remap_failed, mig, gi, ci, numa;  /* numa: node + 1 */
     process_t procs[MAX_PROCS];
     int proc_count;
     char playback[512];
@@ -111,6 +111,7 @@ static void set_field(device_t *g, const char *field, const char *value) {
     else if (!strcmp(field, "remap_pending")) g->remap_pending = (u32)n;
     else if (!strcmp(field, "remap_failed")) g->remap_failed = (u32)n;
     else if (!strcmp(field, "mig")) g->mig = (u32)n;
+    else if (!strcmp(field, "numa")) g->numa = (u32)n + 1;
     else { fprintf(stderr, "fake nvml: unknown field %s\n", field); abort(); }
 }
 
@@ -237,7 +238,14 @@ static int enter(const char *call, device_t *d) {
 #define WHOLE_GPU(d) do { if ((d)->slot >= 0) return NOT_SUPPORTED; } while (0)
 #define GETTER(function, type, field) int function(device_t *d, type *out) { DEVICE(d); WHOLE_GPU(d); *out = d->field; return OK; }
 
-int nvmlInitWithFlags(u32 flags) { (void)flags; SYSTEM(); initialised++; return OK; }
+/* A line for each process that loads the library, where KVWATCH_FAKE_NVML_STARTS names a file. */
+static void note_start(void) {
+    const char *path = getenv("KVWATCH_FAKE_NVML_STARTS");
+    FILE *f = path ? fopen(path, "a") : NULL;
+    if (f) { fprintf(f, "%.4f %d\n", now_s(), (int)getpid()); fclose(f); }
+}
+
+int nvmlInitWithFlags(u32 flags) { (void)flags; note_start(); SYSTEM(); initialised++; return OK; }
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 int nvmlShutdown(void) { SYSTEM(); if (!initialised) return UNINITIALIZED; initialised--; return OK; }
 const char *nvmlErrorString(int code) { (void)code; return "fake error"; }
@@ -328,6 +336,12 @@ int nvmlDeviceGetRemappedRows(device_t *d, u32 *corrected, u32 *uncorrected, u32
     DEVICE(d); WHOLE_GPU(d);
     if (d->mig) return NOT_SUPPORTED;
     *corrected = *uncorrected = 0; *pending = d->remap_pending; *failed = d->remap_failed;
+    return OK;
+}
+int nvmlDeviceGetNumaNodeId(device_t *d, u32 *out) {
+    DEVICE(d);
+    if (!d->numa) return NOT_SUPPORTED;
+    *out = d->numa - 1;
     return OK;
 }
 int nvmlDeviceGetPcieThroughput(device_t *d, u32 counter, u32 *out) { (void)counter; DEVICE(d); pause_us(20000); *out = 0; return OK; }

@@ -5,6 +5,7 @@ A cell says "yes" only where an adapter reads that figure from at least one page
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from kvwatch.model.server import EngineState, Semantics, ServerState
@@ -99,19 +100,25 @@ def _states() -> dict[tuple[str, str], list[ServerState]]:
     """What the adapters read, by engine and version, in the order of `engines()`."""
     order = list(engines())
     states: dict[tuple[str, str], list[ServerState]] = {}
-    for case in sorted(recorded.cases(), key=lambda case: (order.index(case.kind), case.id)):
+    for case in sorted(recorded.cases(), key=lambda case: (order.index(case.kind), *_by_number(case))):
         state = registry.adapter(case.kind).parse(case.pages(), case.settings())
         states.setdefault((case.kind, case.folder.name), []).append(state)
     return states
 
 
+def _by_number(case: recorded.Case) -> tuple[list[tuple[int, str]], str]:
+    """0.6.6 before 0.10.2, and each version's cases together."""
+    parts = re.findall(r"\d+|\D+", case.folder.name)
+    return [(int(part), "") if part.isdecimal() else (10**9, part) for part in parts], case.name
+
+
 def _figures() -> list[str]:
-    generated = {path.split("/")[0] for path, _ in made.pages()}
+    generated = {tuple(path.split("/")[:2]) for path, _ in made.pages()}
     lines = [_row("engine", "version", "pages", *COLUMNS), _row(*["---"] * (len(COLUMNS) + 3))]
     for (kind, version), states in _states().items():
         readings = [(engine, state.semantics) for state in states for engine in state.engines]
         cells = [column(readings) for column in COLUMNS.values()]
-        source = "generated" if kind in generated else "recorded"
+        source = "generated" if (kind, version) in generated else "recorded"
         lines.append(_row(engines()[kind], version, source, *cells))
     return lines
 

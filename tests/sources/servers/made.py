@@ -69,6 +69,10 @@ def pages() -> Iterator[tuple[str, bytes]]:
     for make in (tgi, trtllm, triton, lmdeploy, ollama, dynamo, nim, lmcache, lightllm, mlc, transformers):
         for path, body in make():
             yield f"{make.__name__}/{path}", body
+    from tests.sources.servers import made_vllm  # which builds on this module
+
+    for path, body in made_vllm.pages():
+        yield f"vllm/{path}", body
 
 
 def tgi() -> Iterator[tuple[str, bytes]]:

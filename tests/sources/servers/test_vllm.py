@@ -9,7 +9,7 @@ from kvwatch.model.server import Activity, Basis, EngineState, Evictable, Server
 from kvwatch.model.settings import ServerSettings
 from kvwatch.sources.base import SourceError
 from kvwatch.sources.servers import vllm
-from tests.sources.servers import recorded
+from tests.sources.servers import made_vllm, recorded
 
 SETTINGS = ServerSettings(name="chat", kind="vllm")
 
@@ -226,6 +226,33 @@ def test_help_lines_alone_are_an_engine_without_figures() -> None:
     engine = one("# TYPE vllm:kv_cache_usage_perc gauge\n# TYPE vllm:num_requests_running gauge\n")
 
     assert engine == EngineState(engine="0")
+
+
+@pytest.mark.parametrize("dialect", made_vllm.DIALECTS, ids=lambda dialect: dialect.name)
+def test_every_dialect_tells_the_same_engine(dialect: made_vllm.Dialect) -> None:
+    """Whatever the names and denominators of a release: 250 of 1000 blocks, the same queue and counters."""
+    engine = one(recorded.page("vllm", dialect.name, "busy"))
+
+    blocks = (made_vllm.BLOCKS, made_vllm.USED) if dialect.info else (None, None)
+    assert (engine.kv.num_blocks, engine.kv.used_blocks) == blocks
+    assert engine.kv.usage_ratio == pytest.approx(0.25, abs=0.001)
+    assert engine.scheduler.running == made_vllm.RUNNING
+    assert engine.scheduler.waiting == made_vllm.WAITING + dialect.v0  # one is swapped out
+    assert engine.scheduler.preemptions_total == 5
+    assert engine.scheduler.finished_total == 100
+    assert engine.tpot is not None
+    assert engine.tpot.count == (210 if dialect.new_tpot else 200)
+
+
+@pytest.mark.parametrize("version", ["0.9.2", "0.24.0"])
+def test_summed_blocks_of_older_releases_are_divided(version: str) -> None:
+    """Two data-parallel engines repeat the sum of their blocks: each has its own thousand."""
+    engines = parse(recorded.page("vllm", version, "dp2")).engines
+
+    assert [(each.engine, each.kv.num_blocks, each.kv.used_blocks) for each in engines] == [
+        ("0", 1000, 250),
+        ("1", 1000, 250),
+    ]
 
 
 def test_v0_engine() -> None:
