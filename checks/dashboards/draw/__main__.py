@@ -119,9 +119,9 @@ def shoot(url: str, height: int, picture: Path) -> None:
             [
                 "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
                 "--disable-background-networking", "--disable-component-update", f"--user-data-dir={profile}",
-                f"--window-size={WIDTH + 8},{height}", f"--force-device-scale-factor={SCALE}",
+                f"--window-size={WIDTH + 12},{height}", f"--force-device-scale-factor={SCALE}",
                 "--run-all-compositor-stages-before-draw", "--virtual-time-budget=30000",
-                "--enable-logging=stderr", "--v=0", f"--screenshot={picture}", url,
+                "--hide-scrollbars", "--enable-logging=stderr", "--v=0", f"--screenshot={picture}", url,
             ],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
@@ -159,7 +159,7 @@ def main() -> None:
             rows = max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in board["panels"])
             picture = ROOT / f"docs/img/dashboard-{name}.png"
             with served(folder, board) as url:
-                shoot(url, rows * UNIT + 8, picture)
+                shoot(url, rows * UNIT + 12, picture)
             reduce(picture, folder / "python")
             print(f"{picture.relative_to(ROOT)}: {picture.stat().st_size // 1024} KiB")
 

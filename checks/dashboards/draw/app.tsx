@@ -4,7 +4,7 @@
 import React, { useEffect, useState } from 'react';
 import { createRoot } from 'react-dom/client';
 import {
-  applyFieldOverrides, createTheme, DataFrame, dateTime, Field, FieldType, formattedValueToString, getFieldDisplayValues,
+  applyFieldOverrides, cacheFieldDisplayNames, createTheme, DataFrame, dateTime, Field, FieldType, formattedValueToString, getFieldDisplayValues,
   Registry, renderLegendFormat, standardTransformers, standardTransformersRegistry, ThemeContext, toDataFrame, transformDataFrame,
 } from '@grafana/data';
 import * as UI from '@grafana/ui';
@@ -21,7 +21,7 @@ const plain = (text: string) => text;
 const OPTIONS = ['unit', 'min', 'max', 'decimals', 'displayName', 'noValue', 'thresholds', 'mappings', 'links', 'color'];
 const CUSTOM = [
   'align', 'axisLabel', 'axisPlacement', 'axisSoftMax', 'axisSoftMin', 'cellOptions', 'drawStyle', 'fillOpacity', 'gradientMode',
-  'hideFrom', 'lineInterpolation', 'lineStyle', 'lineWidth', 'pointSize', 'scaleDistribution', 'showPoints', 'spanNulls',
+  'hideFrom', 'lineInterpolation', 'lineStyle', 'lineWidth', 'minWidth', 'pointSize', 'scaleDistribution', 'showPoints', 'spanNulls',
   'stacking', 'thresholdsStyle', 'width',
 ];
 const option = (name: string, isCustom: boolean) => ({
@@ -62,10 +62,12 @@ async function prepared(panel: any): Promise<DataFrame[]> {
   if (panel.transformations?.length) {
     data = await firstValueFrom(transformDataFrame(panel.transformations, data));
   }
-  return applyFieldOverrides({
+  const done = applyFieldOverrides({
     data, theme, timeZone: 'utc', replaceVariables: plain, fieldConfigRegistry: registry,
     fieldConfig: { overrides: [], ...panel.fieldConfig },
   } as any);
+  cacheFieldDisplayNames(done); // as core does, and tables rely on
+  return done;
 }
 
 const range = (board: any): any => {
