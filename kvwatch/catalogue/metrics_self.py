@@ -58,6 +58,11 @@ def _datagrams(report: TickReport) -> Iterator[Row]:
         yield (outcome,), count
 
 
+def _evidence(report: TickReport) -> Iterator[Row]:
+    for outcome, count in report.shell.evidence_total:
+        yield (outcome,), count
+
+
 def _maintenance(shell: ShellStatus) -> float:
     return float(shell.maintenance_until_wall_s is not None)
 
@@ -66,7 +71,7 @@ _own_facts = Facts(lambda report: [report.version, report.mode, report.shell])
 _OWN = (  # what hardly ever changes
     "build_info", "control_mode", "maintenance_active", "ticks_missed_total", "config_last_reload_successful",
     "config_last_reload_success_timestamp_seconds", "actions_dropped_total", "agent_datagrams_total",
-    "ledger_clamped_total",
+    "ledger_clamped_total", "evidence_files_total",
 )  # fmt: skip
 
 _METRICS: tuple[MetricSpec, ...] = (
@@ -138,6 +143,14 @@ _METRICS: tuple[MetricSpec, ...] = (
             "agent_datagrams_total",
             "Datagrams from agents by outcome: accepted, or why one was refused and changed nothing.",
             _datagrams,
+            "outcome",
+        )
+    ),
+    experimental(
+        counter(
+            "evidence_files_total",
+            "Pieces of evidence by outcome: written, failed (kept in memory, tried again), dropped.",
+            _evidence,
             "outcome",
         )
     ),

@@ -115,6 +115,7 @@ class App:
         self._housekept_s = -HOUSEKEEPING_S
         self._core_failures = 0
         now = self._clock.wall_s()
+        self._evidence_failed = False
         self._evidence = Evidence(paths.evidence, self._event_log.since, mono_s=self._last_tick_s, wall_s=now)
         self._shell = ShellStatus(started_wall_s=now, config_last_reload_success_wall_s=now, demo=demo)
         self._state = self._fresh_state()
@@ -257,8 +258,18 @@ class App:
                 dropped = self._shell.dropped_actions_total + 1
                 self._shell = replace(self._shell, dropped_actions_total=dropped)
         self._tell(report.events)
-        self._evidence.follow(report)
+        self._remember(report)
         return True
+
+    def _remember(self, report: TickReport) -> None:
+        """Evidence is for later: a bug in keeping it must not end the watch."""
+        if self._evidence_failed:
+            return
+        try:
+            self._evidence.follow(report)
+        except Exception:
+            self._evidence_failed = True
+            log.exception("bug in keeping evidence; none is kept until the next start")
 
     def _tell(self, events: tuple[Event, ...]) -> None:
         if events:
@@ -330,6 +341,14 @@ class App:
         for event in self._evidence.news(self._clock.wall_s()):
             self._state, event = core.numbered(self._state, event)
             self._tell((event,))
+        tally = self._evidence.shelf.tally()
+        totals = (
+            ("written", tally.written_total),
+            ("failed", tally.failed_total),
+            ("dropped", tally.dropped_total),
+        )
+        if totals != self._shell.evidence_total:
+            self._shell = replace(self._shell, evidence_total=totals)
 
     def _retry_orphans(self, now_s: float) -> None:
         """Levers that an earlier run moved and that did not give back at start, while nothing is wanted."""

@@ -37,6 +37,7 @@ class ShellStatus:
     clamped_total: int = 0
     demo: str = ""  # scenario name when simulated
     agent_datagrams_total: tuple[tuple[str, int], ...] = ()  # (outcome, count); none without a socket
+    evidence_total: tuple[tuple[str, int], ...] = ()  # (outcome, count) of pieces kept about a red
     agents_error: str = ""  # why nothing listens for agents, and the fix
 
 

@@ -152,8 +152,8 @@ def test_what_it_writes_is_in_the_package() -> None:
     packed = {path for pattern in table["kvwatch"] for path in (ROOT / "kvwatch").glob(pattern)}
 
     assert {install.SHIPPED / name for name in install.FILES.values()} <= packed
-    for link in (ROOT / "systemd").iterdir():
-        assert link.resolve() == install.SHIPPED / link.name
+    for shipped in (ROOT / "systemd").iterdir():
+        assert (install.SHIPPED / shipped.name).resolve() == shipped
 
 
 def test_it_needs_nothing_but_python() -> None:

@@ -274,6 +274,7 @@ def report(**changes: object) -> TickReport:
             ticks_missed_total=3,
             config_last_reload_success_wall_s=NOW_WALL_S - 50_000.0,
             clamped_total=1,
+            evidence_total=(("written", 3), ("failed", 1), ("dropped", 0)),
             agent_datagrams_total=(("accepted", 4000), ("rate", 0), ("pid", 2)),
         ),
     )
