@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: help run test check lint test-engines test-chain test-dashboards bench flood soak chaos gpu-check gen install uninstall clean
+.PHONY: help run test check lint test-engines test-engines-more test-chain test-dashboards bench flood soak chaos gpu-check gen install uninstall clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -34,7 +34,12 @@ lint: $(VENV)/.dev ## style, types, layers, generated files
 
 test-engines: $(VENV)/.dev ## against really running inference servers on the CPU (installs about 3.5 GB once)
 	@tools/engines.sh
-	@$(PY) -m pytest checks/engines checks/agent $(ARGS)
+	@$(PY) -m pytest checks/engines/test_vllm.py checks/engines/test_vllm_api_servers.py checks/agent $(ARGS)
+
+test-engines-more: $(VENV)/.dev ## llama.cpp, SGLang and transformers serve as well (builds and installs 8 GB once)
+	@tools/engines.sh
+	@tools/engines-more.sh
+	@$(PY) -m pytest checks/engines/test_llamacpp.py checks/engines/test_sglang.py checks/engines/test_transformers_serve.py $(ARGS)
 
 test-chain: $(VENV)/.dev ## real Prometheus and Alertmanager, from the demo to a webhook
 	@tools/tools.sh

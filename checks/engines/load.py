@@ -60,22 +60,26 @@ class Load:
 
     def stop(self) -> None:
         """Send no further request; those under way are waited for."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.stdin = None
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.stdin = None
 
     def join(self, seconds: float) -> None:
-        """Wait for the clients, and count what came of their requests."""
-        assert self._process is not None
+        """Wait for the clients, and count what came of their requests; past `seconds` they are ended.
+
+        Without `stop` before it, for all the requests.
+        """
+        if self._process is None or self._process.returncode is not None:
+            return
         try:
-            said, _ = self._process.communicate(timeout=seconds)
+            self._process.wait(seconds)  # what it says fits into the pipe
+            said, _ = self._process.communicate()
             told = json.loads(said)
             self.outcomes.update(told["outcomes"])
             self.generated = told["generated"]
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(5)
+            self._process.communicate(timeout=5)
 
 
 class Clients:

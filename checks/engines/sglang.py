@@ -18,8 +18,12 @@ SAME = (
     ("kvwatch_kv_capacity_tokens", {}, "max_total_num_tokens"),
     ("kvwatch_requests", {"state": "running"}, "num_running_reqs"),
     ("kvwatch_requests", {"state": "waiting"}, "num_waiting_reqs"),
-    ("kvwatch_limit_configured", {}, "max_running_requests"),
 )
+
+
+STAND_IN = """def rotary_embedding(*_):
+    raise NotImplementedError
+"""
 
 
 class Sglang(Server):
@@ -40,7 +44,12 @@ class Sglang(Server):
             *(["--enable-metrics"] if metrics else []),
             *arguments,
         ]  # fmt: skip
-        super().__init__(log, command, SETTINGS, port)
+        # Without a GPU it imports one function of vLLM's, which it then does not call.
+        stand_in = log.parent / "stand-in" / "vllm"
+        stand_in.mkdir(parents=True, exist_ok=True)
+        (stand_in / "__init__.py").touch()
+        (stand_in / "_custom_ops.py").write_text(STAND_IN)
+        super().__init__(log, command, SETTINGS | {"PYTHONPATH": str(stand_in.parent)}, port)
 
 
 def retracted(page: str) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+import urllib.error
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from checks.engines.load import Load
 from checks.engines.recorder import Recorder
@@ -52,6 +53,21 @@ class Watched(Generic[S]):
             rest=rest.format(url=server.base),
         )
         self.daemon = Daemon(folder / "kvwatch", text).start()
+        self.daemon.until(self._first_report, 10, "a first report")
+        self._loads: list[Load] = []
+
+    def _first_report(self) -> bool:
+        try:
+            self.daemon.get("/api/v1/state")
+        except urllib.error.HTTPError as error:
+            error.close()
+            return False
+        return True
+
+    def load(self, **kinds: Any) -> Load:
+        """A load on the server, not started yet, that ends with it at the latest."""
+        self._loads.append(Load(self.server.base, **kinds))
+        return self._loads[-1]
 
     def compare(self) -> Page:
         """Read kvwatch's page when it stands on the server's last answers, and compare."""
@@ -91,17 +107,29 @@ class Watched(Generic[S]):
         load.start()
         self.daemon.until(lambda: self.running() >= running, 30, "requests to run")
 
+    def told(self) -> dict[str, Any]:
+        """What kvwatch knows of the server beside its metrics."""
+        (found,) = [one for one in self.daemon.state()["servers"] if one["server"] == "chat"]
+        return dict(found)
+
     def notes(self) -> list[str]:
         """What kvwatch says of the server in words."""
-        (found,) = [one for one in self.daemon.state()["servers"] if one["server"] == "chat"]
-        return list(found["notes"])
+        return list(self.told()["notes"])
+
+    def limits(self) -> list[int]:
+        """The server's own limit of running requests, by engine, as kvwatch read it."""
+        return [engine["max_running"] for engine in self.told()["engines"]]
 
     def close(self) -> None:
-        """End all three."""
+        """End them all."""
         try:
             self.daemon.stop()
         finally:
+            for load in self._loads:
+                load.stop()
             self.server.stop()
+            for load in self._loads:
+                load.join(20)
             self.recorder.close()
 
 

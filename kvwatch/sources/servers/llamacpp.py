@@ -1,7 +1,8 @@
 """What does llama.cpp's llama-server report? Slots say what the KV cache holds; /metrics only counts.
 
 A slot keeps its last prompt while idle, so what it holds counts as used. /metrics resets the server's
-throughput averages at every read; kvwatch uses none of them.
+throughput averages at every read; kvwatch uses none of them. Either can be switched off (--no-slots;
+/metrics is off unless asked for): the other then tells the requests, and /props that the server is there.
 """
 
 from __future__ import annotations
@@ -37,28 +38,33 @@ SLOTS, PROPS = "slots", "props"
 PREFIX = "llamacpp:"
 RUNNING, WAITING = "requests_processing", "requests_deferred"
 PROMPT, CACHED, GENERATION, STEPS = "prompt_tokens", "prompt_tokens_cached", "tokens_predicted", "n_decode"
+NO_SLOTS = "/slots did not answer (llama-server was started with --no-slots?): KV usage is unknown"
 WANTED = frozenset(PREFIX + name for name in (RUNNING, WAITING, PROMPT, CACHED, GENERATION, STEPS))
 
 
 def parse(pages: Pages, settings: ServerSettings) -> ServerState:
     """One engine from /slots, with counters from /metrics where it is switched on."""
-    slots = _slots(pages[SLOTS])
+    slots = _slots(pages[SLOTS]) if SLOTS in pages else []
     families = pick(pages.get(METRICS, b""), WANTED)
     props = _props(pages.get(PROPS))
-    kv, notes = _pool(slots, settings.kv_unified)
+    if not slots and not families and "total_slots" not in props:
+        raise not_expected(
+            pages.get(METRICS, b""), "/slots, no series of llama.cpp (llamacpp:…)", "is this llama-server?"
+        )
+    kv, notes = _pool(slots, settings.kv_unified) if slots else (KvCacheState(), [NO_SLOTS])
     if METRICS not in pages:
         notes.append("/metrics is off (llama-server needs --metrics): no counters, no queue length")
     sleeping = props.get("is_sleeping")
     activity = Activity.UNKNOWN
     if isinstance(sleeping, bool):
         activity = Activity.SLEEPING if sleeping else Activity.SERVING
-    engine = EngineState(kv=kv, scheduler=_scheduler(slots, families), activity=activity)
+    engine = EngineState(kv=kv, scheduler=_scheduler(slots, families, props), activity=activity)
     return ServerState(
         kind="llamacpp",
         semantics=SEMANTICS,
         engines=(engine,),
         version=_text(props, "build_info"),
-        model=_text(props, "model_alias") or _text(props, "model_path").rsplit("/", 1)[-1],
+        model=_model(props),
         notes=(*notes, *families.findings),
     )
 
@@ -102,7 +108,13 @@ def _pool(slots: Sequence[Mapping[str, object]], unified: bool | None) -> tuple[
             "KV capacity is unknown"
         ]
     capacity = max(known) if unified else sum(known)
-    usage = ratio(tokens / capacity) if tokens is not None else None
+    # A slot counts its newest token before the pool has it.
+    if unified and tokens is not None and tokens > capacity + len(slots):
+        return KvCacheState(tokens=tokens), [
+            "the slots hold more than one context, so the pool is larger (--kv-unified-per-slot?) and its "
+            "capacity is unknown; with the pool sized by --kv-unified-per-slot set `kv_unified: false`"
+        ]
+    usage = ratio(min(tokens, capacity) / capacity) if tokens is not None else None
     return KvCacheState(usage_ratio=usage, capacity_tokens=capacity, tokens=tokens), []
 
 
@@ -113,7 +125,9 @@ def _held(slot: Mapping[str, object]) -> int | None:
     return None if slot["is_processing"] or "id_task" in slot else 0
 
 
-def _scheduler(slots: Sequence[Mapping[str, object]], families: Families) -> SchedulerState:
+def _scheduler(
+    slots: Sequence[Mapping[str, object]], families: Families, props: Mapping[str, object]
+) -> SchedulerState:
     def gauge(name: str) -> float | None:
         found = families.series(PREFIX + name)
         return found[0][1] if len(found) == 1 else None
@@ -123,10 +137,11 @@ def _scheduler(slots: Sequence[Mapping[str, object]], families: Families) -> Sch
         return found[0][1] if len(found) == 1 else None
 
     prompt, cached = whole(counter(PROMPT)), whole(counter(CACHED))
+    running = sum(slot["is_processing"] is True for slot in slots)
     return SchedulerState(
-        running=sum(slot["is_processing"] is True for slot in slots),
+        running=running if slots else whole(gauge(RUNNING)),
         waiting=whole(gauge(WAITING)),
-        max_running=len(slots),
+        max_running=len(slots) or _count(props, "total_slots"),
         prompt_tokens_total=prompt + (cached or 0)
         if prompt is not None
         else None,  # told without cached ones
@@ -136,15 +151,19 @@ def _scheduler(slots: Sequence[Mapping[str, object]], families: Families) -> Sch
     )
 
 
-def _count(slot: Mapping[str, object], name: str) -> int | None:
-    value = slot.get(name)
+def _count(entry: Mapping[str, object], name: str) -> int | None:
+    value = entry.get(name)
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**40:
-        raise SourceError(
-            FailureKind.MALFORMED, f"/slots: {name} is {clean(str(value)[:40])!r}, which is no count"
-        )
+        raise SourceError(FailureKind.MALFORMED, f"{name} is {clean(str(value)[:40])!r}, which is no count")
     return value
+
+
+def _model(props: Mapping[str, object]) -> str:
+    """The alias; without --alias some builds repeat the file's whole path there: then the file's name."""
+    alias, path = _text(props, "model_alias"), _text(props, "model_path")
+    return alias if alias and alias != path else path.rsplit("/", 1)[-1]
 
 
 def _text(props: Mapping[str, object], name: str) -> str:
@@ -157,7 +176,7 @@ ADAPTER = Adapter(
     parse=parse,
     semantics=SEMANTICS,
     endpoints=(
-        Endpoint(name=SLOTS, path="/slots"),
+        Endpoint(name=SLOTS, path="/slots", optional=True),
         Endpoint(name=METRICS, path="/metrics", optional=True),
         Endpoint(name=PROPS, path="/props", optional=True, every_s=60.0),
     ),

@@ -44,7 +44,10 @@ def parse(pages: Pages, settings: ServerSettings) -> ServerState:
 
 
 def _only_model(body: bytes | None) -> str:
-    """The model, where the server lists one; it lists all models of the local cache, loaded or not."""
+    """The model, where the server lists one; it lists all models of the local cache, loaded or not.
+
+    One started on a folder ("local") is listed by that path: its last part is the name.
+    """
     if body is None:
         return ""
     try:
@@ -52,7 +55,10 @@ def _only_model(body: bytes | None) -> str:
     except SourceError:
         return ""
     models = answer.get("data") if isinstance(answer, Mapping) else None
-    return text(models[0], "id") if isinstance(models, list) and len(models) == 1 else ""
+    if not isinstance(models, list) or len(models) != 1:
+        return ""
+    name = text(models[0], "id")
+    return name.rstrip("/").rsplit("/", 1)[-1] if text(models[0], "owned_by") == "local" else name
 
 
 ADAPTER = Adapter(
@@ -66,7 +72,7 @@ ADAPTER = Adapter(
     ),
     processes=(r"\btransformers(?:-cli)?\s+serve\b", r"\btransformers\.cli\.\w+\s+serve\b"),
     clues=(
-        # The only server whose entries begin with the owner (a list of the model's name parts in 5.x).
+        # The only server whose entries begin with the owner (in some 5.x a list of the model's name parts).
         Clue(
             path="/v1/models",
             body=re.compile(

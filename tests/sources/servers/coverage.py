@@ -58,6 +58,28 @@ The rule `kv_usage` can turn red only where the basis is *occupancy* and evictab
 Figures may be *fresh within* that many seconds only: still counters are no stall until then.
 """
 
+RUN = """\
+## What was really run
+
+Beside these servers, running on CPUs with toy models, every figure on kvwatch's page was compared with the
+server's own answer of the same instant.
+
+| server | states | command |
+| --- | --- | --- |
+| vLLM 0.32.0 | idle, load, saturation, paused, engine stopped, killed and restarted | `make test-engines` |
+| vLLM 0.32.0 | two data-parallel engines; two API servers | `make test-engines` |
+| llama.cpp b11434 | idle, load, saturation; split and unified pool | `make test-engines-more` |
+| llama.cpp b11434 | without `--metrics`, with `--no-slots`, both; `--kv-unified-per-slot` | the same |
+| SGLang 0.5.23 | idle, load, retraction, warm cache; without `--enable-metrics` | the same |
+| SGLang 0.5.23 | its batch limited by kvwatch, read back and given back | the same |
+| transformers serve 5.24.0 | idle, load, killed | the same |
+
+Not run, because they need an NVIDIA GPU by their own documentation: TensorRT-LLM and Triton with it, NIM,
+LightLLM, LMDeploy's TurboMind, LMCache between GPU and host. Not run, because PyPI and Debian do not have the
+server: TGI, Ollama, current MLC-LLM. Not tried: Dynamo, and Triton with the vLLM backend. On a CPU one cannot
+see: GPU memory of a server, tensor parallelism, CUDA graphs, KV offload tiers, and how fast anything is.
+"""
+
 
 def _any(values: Iterable[object]) -> str:
     return "yes" if any(value is not None for value in values) else "–"
@@ -93,7 +115,7 @@ COLUMNS: dict[str, Callable[[Sequence[Reading]], str]] = {
 
 def document() -> str:
     """The whole of docs/engines.md."""
-    return "\n".join((INTRO, *_figures(), "", *_meanings(), "", *_paths(), ""))
+    return "\n".join((INTRO, *_figures(), "", *_meanings(), "", *_paths(), "", RUN))
 
 
 def _states() -> dict[tuple[str, str], list[ServerState]]:

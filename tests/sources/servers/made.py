@@ -66,7 +66,7 @@ def from_vllm(case: str) -> Lines:
 
 def pages() -> Iterator[tuple[str, bytes]]:
     """(path under tests/fixtures/servers, content) of every generated fixture."""
-    for make in (tgi, trtllm, triton, lmdeploy, ollama, dynamo, nim, lmcache, lightllm, mlc, transformers):
+    for make in (tgi, trtllm, triton, lmdeploy, ollama, dynamo, nim, lmcache, lightllm, mlc):
         for path, body in make():
             yield f"{make.__name__}/{path}", body
     from tests.sources.servers import made_vllm  # which builds on this module
@@ -372,14 +372,3 @@ def lightllm() -> Iterator[tuple[str, bytes]]:
 def mlc() -> Iterator[tuple[str, bytes]]:
     model = {"id": "Llama-3-8B-q4f16_1", "created": 1764000000, "object": "model", "owned_by": "MLC-LLM"}
     yield "0.20/up.models.json", answer({"object": "list", "data": [model]})
-
-
-def transformers() -> Iterator[tuple[str, bytes]]:
-    model = {
-        "owned_by": ["Qwen", "Qwen2.5-0.5B"],
-        "id": "Qwen/Qwen2.5-0.5B",
-        "object": "model",
-        "created": 1.7e9,
-    }
-    yield "5.24.0/up.health.json", answer({"status": "ok"})
-    yield "5.24.0/up.models.json", answer({"object": "list", "data": [model]})

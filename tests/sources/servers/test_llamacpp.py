@@ -98,3 +98,56 @@ def test_metrics_switched_off() -> None:
     assert state.engines[0].kv.usage_ratio == 0.3
     assert state.engines[0].scheduler.waiting is None
     assert any("--metrics" in note for note in state.notes)
+
+
+def test_slots_switched_off() -> None:
+    """With --no-slots the metrics page tells the requests; usage is unknown, and a note says why."""
+    metrics = b"llamacpp:requests_processing 3\nllamacpp:requests_deferred 2\n"
+    served = pages({"/metrics": metrics, "/props": b'{"total_slots":4}'})
+    with serving(served) as server:
+        source = registry.create(ServerSettings(name="x", kind="llamacpp", url=server.url, timeout_s=5.0))
+        state = source.poll()
+        source.close()
+    scheduler = state.engines[0].scheduler
+
+    assert (scheduler.running, scheduler.waiting, scheduler.max_running) == (3, 2, 4)
+    assert state.engines[0].kv == KvCacheState()
+    assert any("--no-slots" in note for note in state.notes)
+
+
+def test_everything_switched_off() -> None:
+    """With neither slots nor metrics, /props shows that it is llama-server; nothing else is claimed."""
+    state = parse(props=b'{"total_slots":4,"build_info":"b1"}')
+
+    assert (state.engines[0].scheduler.running, state.engines[0].scheduler.max_running) == (None, 4)
+    assert len(state.notes) == 2
+
+
+@pytest.mark.parametrize("body", [b"", b"vllm:num_requests_running 1\n", b"<html>"])
+def test_other_metrics_page_is_refused(body: bytes) -> None:
+    """A page of another server, without slots and without llama.cpp's properties, is not llama-server."""
+    with pytest.raises(SourceError) as caught:
+        parse(metrics=body, props=b'{"error":1}')
+
+    assert caught.value.failure.kind is FailureKind.NOT_EXPECTED
+
+
+def test_pool_larger_than_a_context() -> None:
+    """Slots that hold more than one context in a unified pool prove a larger pool (--kv-unified-per-slot):
+    its capacity is unknown. One token a slot is only under way."""
+    more = kv([slot(600, context=1000), slot(600, context=1000)], True)
+
+    assert (more.usage_ratio, more.capacity_tokens, more.tokens) == (None, None, 1200)
+    assert kv([slot(501, context=1000), slot(501, context=1000)], True).usage_ratio == 1.0
+
+
+def test_model_is_named_not_located() -> None:
+    """The alias names the model; where it is only the file's path again, the file's name does."""
+    for alias, name in (
+        ("chat", "chat"),
+        ("org/model:Q4", "org/model:Q4"),
+        ("/m/a.gguf", "a.gguf"),
+        ("", "a.gguf"),
+    ):
+        props = json.dumps({"model_alias": alias, "model_path": "/m/a.gguf", "total_slots": 1}).encode()
+        assert parse(props=props).model == name

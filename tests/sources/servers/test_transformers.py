@@ -8,7 +8,7 @@ from kvwatch.model.sample import FailureKind
 from kvwatch.model.server import EngineState, ServerState
 from kvwatch.sources.servers import registry
 from tests.sources.loopback import always, answer, pages
-from tests.sources.servers import made
+from tests.sources.servers import made, recorded
 from tests.sources.servers.reading import only, parse, poll, read, refusal
 
 
@@ -41,6 +41,16 @@ def test_models_name_the_model_only_where_there_is_one() -> None:
     two = made.answer({"data": [{"id": "a/b"}, {"id": "c/d"}]})
 
     assert parse("transformers", health=b'{"status":"ok"}', models=two).model == ""
+
+
+def test_models_as_recorded() -> None:
+    """A server started on a folder names it by path, one that loads on demand lists its cache; both are known
+    by their list."""
+    assert read("transformers", "5.24.0", "folder").model == "tiny-llama"
+    assert read("transformers", "5.24.0", "up").model == "org/tiny"
+    (clue,) = registry.adapter("transformers").clues
+    for case in ("folder", "up"):
+        assert clue.body.search(recorded.page("transformers", "5.24.0", case, "models"))
 
 
 def test_health_alone_is_not_recognised_by_auto() -> None:
