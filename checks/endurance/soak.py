@@ -58,7 +58,7 @@ class Soak:
                 told_s += TOLD_EVERY_S
                 self.tell()
             due_s = max(due_s + EVERY_S, time.monotonic())
-            time.sleep(due_s - time.monotonic())
+            time.sleep(max(0.0, due_s - time.monotonic()))
         self._text.close()
 
     def _look(self, number: int) -> None:
