@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -100,11 +101,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _keep(self, body: bytes) -> None:
         suffix = _suffix(self.path)
-        arriving = self.folder / f"arriving{suffix}.part"
+        arriving = self.folder / f"arriving-{threading.get_ident()}{suffix}.part"
         arriving.write_bytes(body)
         arriving.rename(self.folder / f"{time.monotonic_ns():020d}-{time.time():.6f}{suffix}")
         for old in sorted(self.folder.glob(f"*{suffix}"))[:-KEEP]:
-            old.unlink()
+            old.unlink(missing_ok=True)
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
