@@ -36,7 +36,7 @@ control:
       policy: fixed
       params: {{max_running: 2}}
       floor: 1
-      ceiling: 16
+      ceiling: auto
       lease: 3s
       cooldown: 1s
       via: [{{lease: {{}}}}]
@@ -209,13 +209,16 @@ def test_admission_stops_and_returns(chat: Guarded, load: Load) -> None:
 
 
 def test_killed_daemon_gives_back(chat: Guarded, load: Load) -> None:
-    """kvwatch dies by SIGKILL while it limits: the server's own limit is back within the lease."""
+    """kvwatch dies by SIGKILL while it limits: the server's own limit is back within the lease.
+
+    The ceiling is that limit, which vLLM's pages do not tell but its agent does."""
     daemon = chat.watch("act")
     daemon.until(
         lambda: [one for one in told(daemon) if one["effective_max_running"] == LIMIT] or None,
         60,
         "the limit",
     )
+    assert daemon.metrics().get("kvwatch_limit_configured", server="chat", engine="0") == OWN
     assert daemon.process is not None
     daemon.process.kill()
     daemon.process.wait(10)

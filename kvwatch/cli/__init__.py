@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvwatch import __version__
 from kvwatch.cli import streams
@@ -31,6 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has gone (`kvwatch probe | head`): that is not an error.
         sys.stderr.close()
         return EXIT_OK
+
+
+def default_config() -> str | None:
+    """The default file, also when this user may not look at it: that is then said, not passed over."""
+    try:
+        Path(DEFAULT_CONFIG).stat()
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return DEFAULT_CONFIG
+    return DEFAULT_CONFIG
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -118,7 +130,9 @@ def _add_check(commands: _Commands[argparse.ArgumentParser]) -> None:
         "Check a configuration: every finding as FILE:line:col, nothing when it is good.",
         "kvwatch check /etc/kvwatch/kvwatch.yml",
     )
-    parser.add_argument("file", metavar="FILE")
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", help=f"default: {DEFAULT_CONFIG}, which need not exist"
+    )
     parser.set_defaults(handler=_check)
 
 
@@ -126,7 +140,9 @@ def _check(args: argparse.Namespace) -> int:
     from kvwatch import config
 
     try:
-        config.load(args.file)
+        file = args.file or default_config()
+        if file is not None:
+            config.load(file)
     except config.ConfigError as error:
         for finding in error.findings:
             print(finding, file=sys.stderr)
@@ -234,8 +250,6 @@ def _add_gen(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _gen(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from kvwatch import gen
 
     if not (Path.cwd() / "kvwatch" / "gen").is_dir():

@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,6 @@ def main(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def discover_servers() -> list[ServerSettings]:
-    """The servers that answer as their command lines promise; discovered, so their absence alarms nobody."""
-    return [found.settings for found in look_at_servers() if found.state is not None]
-
-
 def look() -> Seen:
     """One pass over GPUs and servers."""
     gpus, problem = _look_at_gpus()
@@ -169,15 +164,17 @@ def _first_with_processes(source: Source[HostGpus]) -> HostGpus:
 
 
 def look_at_servers(
-    running: Iterable[discovery.Process] | None = None, users: Iterable[int] = ()
+    running: Iterable[discovery.Process] | None = None,
+    users: Iterable[int] = (),
+    wanted: Callable[[discovery.Candidate], bool] = lambda _: True,
 ) -> Iterator[Found]:
     """What answers of the candidates among these processes (all, without); of those that a command line
-    tells, also what does not. `users` are pids of GPU users."""
+    tells, also what does not. `users` are pids of GPU users; only a `wanted` candidate is asked."""
     from kvwatch.sources.servers import registry
 
     kinds = [kind for kind in registry.kinds() if kind not in ("auto", "mapped")]  # these are no engines
     patterns = {kind: registry.process_patterns(kind) for kind in kinds}
-    for candidate in discovery.candidates(patterns, running, users=users):
+    for candidate in filter(wanted, discovery.candidates(patterns, running, users=users)):
         found = _ask(candidate)
         if found.state is not None or candidate.kind != discovery.UNKNOWN or candidate.problem:
             yield found

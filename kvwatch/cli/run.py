@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvwatch import config
-from kvwatch.cli import DEFAULT_CONFIG, EXIT_CANNOT_START, EXIT_USAGE
+from kvwatch.cli import EXIT_CANNOT_START, EXIT_USAGE, default_config
 from kvwatch.cli import log as log_lines
+from kvwatch.cli.lookout import Lookout
 from kvwatch.daemon import paths as daemon_paths
 from kvwatch.daemon.app import App, ReloadError
 from kvwatch.daemon.lifecycle import Lifecycle
@@ -61,7 +62,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, lifecycle: Lifecycle, stack: ExitStack) -> int:
     demo = _start_demo(args, stack)
-    load = _loader(args, demo)
+    lookout = Lookout()
+    load = _loader(args, demo, lookout)
     settings = load()
     paths = _paths(demo, stack)
     daemon_paths.prepare(paths)
@@ -71,6 +73,7 @@ def _run(args: argparse.Namespace, lifecycle: Lifecycle, stack: ExitStack) -> in
         settings,
         paths,
         load=load,
+        finder=lookout,
         gpu_factory=_demo_gpus(demo) if demo else gpu_factory(paths.runtime, paths.state),
         lifecycle=lifecycle,
         demo=args.demo or "",
@@ -111,48 +114,29 @@ def _demo_gpus(demo: Demo) -> GpuFactory:
     return lambda _settings, _tick_s: demo.gpu_source
 
 
-def _loader(args: argparse.Namespace, demo: Demo | None) -> Callable[[], Settings]:
+def _loader(args: argparse.Namespace, demo: Demo | None, lookout: Lookout) -> Callable[[], Settings]:
     """What start and every reload call: the file (or the demo, or what is found), with the flags on top."""
 
     def load() -> Settings:
-        return _with_flags(_read(args, demo), args)
+        return _with_flags(_read(args, demo, lookout), args)
 
     return load
 
 
-def _read(args: argparse.Namespace, demo: Demo | None) -> Settings:
+def _read(args: argparse.Namespace, demo: Demo | None, lookout: Lookout) -> Settings:
     if demo is not None:
         return demo.settings
-    file = args.config or _default_config()
+    file = args.config or default_config()
     if file is None:
-        return _discovered()
+        return replace(config.default_settings(), servers=tuple(lookout.start()))
     try:
-        return config.load(file, mode=None if args.mode is None else Mode(args.mode))
+        settings = config.load(file, mode=None if args.mode is None else Mode(args.mode))
     except config.ConfigError as error:
         raise ReloadError([str(finding) for finding in error.findings]) from error
     except config.UnreadableConfig as error:
         raise ReloadError([str(error)]) from error
-
-
-def _default_config() -> str | None:
-    """The default file, also when this user may not look at it: that is then said, not passed over."""
-    try:
-        Path(DEFAULT_CONFIG).stat()
-    except FileNotFoundError:
-        return None
-    except OSError:
-        return DEFAULT_CONFIG
-    return DEFAULT_CONFIG
-
-
-def _discovered() -> Settings:
-    from kvwatch.cli import probe
-
-    settings = config.default_settings()
-    servers = probe.discover_servers()
-    for server in servers:
-        log.info("no configuration file: found %s at %s", server.kind, server.url)
-    return replace(settings, servers=tuple(servers))
+    lookout.active = False
+    return settings
 
 
 def _with_flags(settings: Settings, args: argparse.Namespace) -> Settings:

@@ -1,6 +1,6 @@
 """The configuration: YAML to complete, typed settings, with every mistake reported at once.
 
-`load` reads a file, `parse` a text, `default_settings` is what an empty file means. Mistakes are
+`load` reads a file, `parse` a text, `default_settings` is what a file without any key means. Mistakes are
 a `ConfigError` whose findings read `FILE:line:col: path: message`.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvwatch.config.files import MAX_FILE_BYTES, read_text
-from kvwatch.config.findings import ConfigError, Finding, Findings, UnreadableConfig
+from kvwatch.config.findings import DOCUMENT, ConfigError, Finding, Findings, UnreadableConfig
 from kvwatch.config.nodes import MapNode, compose
 from kvwatch.config.readers import Place
 from kvwatch.config.rulebook import shipped
@@ -22,6 +22,8 @@ from kvwatch.model.settings import Mode, Settings
 
 if TYPE_CHECKING:
     from kvwatch.exporters.web_config import WebConfigFile
+
+EMPTY = "is empty; write `servers: []` to watch GPUs alone, or remove the file to watch what is found"
 
 __all__ = [
     "KINDS",
@@ -52,7 +54,7 @@ def web_config_reader(path: str | None) -> WebConfigFile | None:
 
 
 def default_settings() -> Settings:
-    """What an empty file means: every default, with every rule filled in."""
+    """What a file without any key means: every default, with every rule filled in."""
     return Settings(rules=dict(shipped()))
 
 
@@ -67,6 +69,9 @@ def load(path: str | Path, *, mode: Mode | None = None) -> Settings:
 def parse(text: str, filename: str, *, mode: Mode | None = None) -> Settings:
     """The settings in a text; `filename` is only for the findings. Raises ConfigError."""
     findings = Findings(filename)
+    if not text.strip():  # what an editor leaves for a moment while it saves
+        findings.add(1, 1, DOCUMENT, EMPTY)
+        findings.raise_if_any()
     node = compose(text, findings)
     findings.raise_if_any()
     if node is None:

@@ -124,11 +124,16 @@ def look(
 
 
 def own_limit(server: str, snapshot: Snapshot) -> int | None:
-    """The server's own limit per engine, where it tells (the lowest of its engines)."""
+    """The server's own limit per engine, where its pages or its agents tell (the lowest of its engines).
+
+    An agent's last word counts however old: the limit is fixed while a server runs, and an agent that
+    falls silent must not turn a limit in force into a refusal.
+    """
     sample = snapshot.servers.get(server)
-    if sample is None or sample.value is None:
-        return None
-    told = [engine.scheduler.max_running for engine in sample.value.engines]
+    engines = () if sample is None or sample.value is None else sample.value.engines
+    inside = (agent.value for agent in snapshot.agents.values())
+    told = [engine.scheduler.max_running for engine in engines]
+    told += [one.scheduler.max_running for one in inside if one and one.server == server and one.scheduler]
     return min((limit for limit in told if limit is not None), default=None)
 
 

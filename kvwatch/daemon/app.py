@@ -17,6 +17,7 @@ from kvwatch.daemon.dispatcher import Dispatcher
 from kvwatch.daemon.evidence import Evidence
 from kvwatch.daemon.giveback import give_back_all, restore_request
 from kvwatch.daemon.lifecycle import Lifecycle
+from kvwatch.daemon.newcomers import Finder, Newcomers
 from kvwatch.daemon.notify import Notifier
 from kvwatch.daemon.outstanding import Outstanding
 from kvwatch.daemon.paths import Paths
@@ -84,6 +85,7 @@ class App:
         paths: Paths,
         *,
         load: Loader,
+        finder: Finder,
         gpu_factory: GpuFactory,
         lifecycle: Lifecycle,
         demo: str = "",
@@ -98,6 +100,7 @@ class App:
         self._board = Board()
         self._watchlist = Watchlist(self._board, self._clock, gpu_factory)
         self._agents = Agents(self._board, self._clock, paths.runtime / "agent.sock")
+        self._newcomers = Newcomers(finder, self._clock.mono_s())
         self._outstanding = Outstanding(paths.outstanding)
         self._context = Context(limits_dir=paths.limits, boot_id=wire.boot_id())
         self._dispatcher = Dispatcher(self._context, self._outstanding, still_wanted=self._still_wanted)
@@ -328,6 +331,7 @@ class App:
             self._housekept_s = now_s
             self._follow_maintenance()
             self._watchlist.retry()
+            self._meet_newcomers(now_s)
             self._retry_orphans(now_s)
             self._count_datagrams()
             self._tell_evidence()
@@ -378,10 +382,8 @@ class App:
     def _apply(self, settings: Settings, patterns: Mapping[str, tuple[str, ...]]) -> None:
         if settings.web != self._settings.web:
             log.warning("web settings change with the next restart only")
-        self._settings = settings
-        self._watchlist.apply(settings)
-        self._agents.apply(settings)
-        self._state = core.reconfigure(self._state, settings, patterns=patterns)
+        self._newcomers.forget()
+        self._adopt(settings, patterns)
         self._shell = replace(
             self._shell,
             config_last_reload_successful=True,
@@ -389,6 +391,21 @@ class App:
             config_error="",
         )
         log.info("configuration loaded")
+
+    def _adopt(self, settings: Settings, patterns: Mapping[str, tuple[str, ...]]) -> None:
+        self._settings = settings
+        self._watchlist.apply(settings)
+        self._agents.apply(settings)
+        self._state = core.reconfigure(self._state, settings, patterns=patterns)
+
+    def _meet_newcomers(self, now_s: float) -> None:
+        """Watch servers that have come since; only where no file says what to watch is there any."""
+        if self._published is None:
+            return
+        servers = self._newcomers.follow(self._published, self._settings.servers, now_s)
+        if servers != self._settings.servers:
+            settings = replace(self._settings, servers=servers)
+            self._adopt(settings, process_patterns(settings))
 
     def _follow_maintenance(self) -> None:
         """Release or take back the GPUs as the maintenance file says."""

@@ -54,13 +54,24 @@ def outcome(read: Callable[[], Settings]) -> Settings | config.ConfigError | con
         return error
 
 
-def test_an_empty_file_means_every_default() -> None:
-    """Nothing written is the same as default_settings, which has an entry for every rule."""
-    empty = config.load(GOOD / "empty.yml")
+def test_a_file_of_comments_means_every_default() -> None:
+    """No key written is the same as default_settings, which has an entry for every rule."""
+    empty = config.load(GOOD / "only_comments.yml")
 
     assert empty == config.default_settings()
     assert set(empty.rules) == set(RuleId)
     assert replace(empty, rules={}) == Settings()
+
+
+@pytest.mark.parametrize("text", ["", "\n", " \n\t\n"], ids=["no byte", "a line end", "blanks"])
+def test_an_empty_file_is_a_mistake(text: str) -> None:
+    """An editor leaves one for a moment while it saves: a reload then must not drop every server."""
+    with pytest.raises(config.ConfigError) as told:
+        config.parse(text, "kvwatch.yml")
+
+    assert [str(finding).partition(";")[0] for finding in told.value.findings] == [
+        "kvwatch.yml:1:1: (yaml): is empty"
+    ]
 
 
 def test_the_contracts_example_has_the_defaults_it_shows() -> None:

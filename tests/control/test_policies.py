@@ -6,7 +6,7 @@ import pytest
 
 from kvwatch.model.action import EventKind, Limit
 from kvwatch.model.settings import Mode
-from tests.control.world import THRESHOLD, Page, full, target, world
+from tests.control.world import THRESHOLD, Agent, Page, full, target, world
 
 
 def test_a_full_pool_with_a_queue_shrinks_by_the_factor() -> None:
@@ -187,6 +187,20 @@ def test_a_ceiling_that_nobody_tells_is_refused_in_act() -> None:
 
     assert refused == []
     assert w.cap == 32
+
+
+def test_the_agents_word_on_the_servers_own_limit_counts() -> None:
+    """vLLM's pages do not tell its limit; its agent does, and its last word bounds a limit for good."""
+    w = world(target(ceiling=None), page=full())
+    w.agent = Agent(max_running=24)
+    w.run(2)
+    told, bounded = w.limits[0].configured, w.cap
+    w.agent.talking = False
+    w.run(8)
+
+    assert (told, bounded) == (24, 24)
+    assert w.limits[0].configured == 24
+    assert w.in_force()
 
 
 def test_consent_withdrawn_at_a_reload_gives_the_limit_back() -> None:

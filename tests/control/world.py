@@ -78,6 +78,7 @@ class Agent:
     talking: bool = True
     limits: str = "obeyed"
     figures_age_s: float | None = 5.0
+    max_running: int | None = None  # the server's own limit
     pid: int = 7
     seq: int = 0
     counter: int = 0
@@ -100,7 +101,7 @@ class Agent:
         )  # fmt: skip
         state = AgentState(
             server="chat", engine="0", rank=0, pid=self.pid, seq=self.seq, gpu_uuid=GPU, allocator=allocator,
-            limits=self.limits,
+            limits=self.limits, scheduler=SchedulerState(max_running=self.max_running),
         )  # fmt: skip
         self.told = Sample(source=AGENT, observed_s=now_s, wall_s=wall_s, value=state)
 

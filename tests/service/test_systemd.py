@@ -133,14 +133,37 @@ def test_good_reload_is_taken(lab: Lab) -> None:
     assert lab.show("kvwatch", "MainPID") == before
 
 
-def test_bad_reload_is_refused_and_changes_nothing(lab: Lab) -> None:
+def test_reload_without_a_file_watches_what_is_found(lab: Lab) -> None:
+    """The file is removed: a reload succeeds, and what only the file named is no longer watched."""
+    before = lab.show("kvwatch", "MainPID")
+    lab.run("rm", "/etc/kvwatch/kvwatch.yml", check=True)
+
+    done = lab.run("systemctl", "reload", "kvwatch")
+    deadline_s = time.monotonic() + 10
+    while 'server="chat"' in lab.get("/metrics")[1]:
+        assert time.monotonic() < deadline_s, lab.journal()
+        time.sleep(0.2)
+
+    assert done.returncode == 0, lab.journal()
+    assert lab.show("kvwatch", "MainPID") == before
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("gpus: {source: none}\nfrobnicate: 1\n", "kvwatch.yml:2:1: frobnicate"),
+        ("", "kvwatch.yml:1:1: (yaml): is empty"),
+    ],
+    ids=["unknown key", "cut off by an editor"],
+)
+def test_bad_reload_is_refused_and_changes_nothing(lab: Lab, text: str, place: str) -> None:
     """`systemctl reload` of a bad file fails, the journal names the line, the daemon goes on as before."""
-    lab.write("/etc/kvwatch/kvwatch.yml", "gpus: {source: none}\nfrobnicate: 1\n")
+    lab.write("/etc/kvwatch/kvwatch.yml", text)
 
     done = lab.run("systemctl", "reload", "kvwatch")
 
     assert done.returncode != 0
-    assert "/etc/kvwatch/kvwatch.yml:2:1: frobnicate" in lab.journal()
+    assert f"/etc/kvwatch/{place}" in lab.journal()
     assert 'server="chat"' in lab.get("/metrics")[1]
     assert "kvwatch_config_last_reload_successful 1" in lab.get("/metrics")[1]
 
