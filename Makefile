@@ -36,10 +36,10 @@ test-engines: $(VENV)/.dev ## against really running inference servers on the CP
 	@tools/engines.sh
 	@$(PY) -m pytest checks/engines/test_vllm.py checks/engines/test_vllm_api_servers.py checks/agent $(ARGS)
 
-test-engines-more: $(VENV)/.dev ## llama.cpp, SGLang and transformers serve as well (builds and installs 8 GB once)
+test-engines-more: $(VENV)/.dev ## llama.cpp, SGLang, transformers serve and Dynamo as well (builds and installs 8 GB once)
 	@tools/engines.sh
 	@tools/engines-more.sh
-	@$(PY) -m pytest checks/engines/test_llamacpp.py checks/engines/test_sglang.py checks/engines/test_transformers_serve.py $(ARGS)
+	@$(PY) -m pytest checks/engines/test_llamacpp.py checks/engines/test_sglang.py checks/engines/test_transformers_serve.py checks/engines/test_dynamo.py $(ARGS)
 
 test-chain: $(VENV)/.dev ## real Prometheus and Alertmanager, from the demo to a webhook
 	@tools/tools.sh

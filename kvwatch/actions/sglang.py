@@ -44,14 +44,8 @@ class SglangAction:
         if limit is None:
             raise ActionError(Outcome.REFUSED, "a limit is needed; this request has none")
         end_s = time.monotonic() + request.deadline_s
-        try:
+        with web.explained(self._url, request.deadline_s):
             return self._set(limit, end_s, restore=request.event is EventKind.RESTORE)
-        except TimeoutError as error:
-            raise ActionError(
-                Outcome.TIMED_OUT, f"{self._url}: no answer within {request.deadline_s:g} s"
-            ) from error
-        except OSError as error:
-            raise ActionError(Outcome.FAILED, f"{self._url}: {error.strerror or error}") from error
 
     def _set(self, limit: Limit, end_s: float, *, restore: bool) -> Attempt:
         key, present, own = _state(self._ask("GET", "/server_info", None, end_s))
@@ -71,11 +65,11 @@ class SglangAction:
     def _ask(self, method: str, path: str, content: object, end_s: float) -> object:
         """One exchange on a connection of its own; the answer's JSON."""
         body = b"" if content is None else json.dumps(content).encode()
-        with web._connect(self._parts, end_s, self._ca_file) as connection:
-            web._send(connection, self._head(method, path, len(body)) + body, end_s)
+        with web.connect(self._parts, end_s, self._ca_file) as connection:
+            web.send(connection, self._head(method, path, len(body)) + body, end_s)
             raw = bytearray()
             while len(raw) <= MAX_ANSWER:
-                connection.settimeout(web._left_s(end_s))
+                connection.settimeout(web.left_s(end_s))
                 piece = connection.recv(65536)
                 if not piece:
                     break
@@ -170,10 +164,4 @@ def _back(limit: Limit, present: list[int]) -> Limit:
 
 def create(params: Mapping[str, object], _context: Context) -> Action:
     """`url` of the server, and optionally `bearer_file` and `ca_file`."""
-    url = params.get("url")
-    if not isinstance(url, str) or urlsplit(url).scheme not in ("http", "https"):
-        raise ActionError(Outcome.REFUSED, "sglang needs url, http:// or https://")
-    bearer_file, ca_file = params.get("bearer_file"), params.get("ca_file")
-    return SglangAction(
-        url, None if bearer_file is None else str(bearer_file), None if ca_file is None else str(ca_file)
-    )
+    return SglangAction(*web.endpoint("sglang", params, "bearer_file"))

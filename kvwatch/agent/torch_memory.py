@@ -110,8 +110,9 @@ class TorchMemory:
         now_s = self._clock()
         known = self._snapshot(cuda, device, stats, now_s)
         state: Record = {key: stats.get(key) for key in (*_BYTES, *_COUNTS)}
-        if known is None or not known[0].expandable:
-            state[_INACTIVE] = stats.get(_INACTIVE)
+        seen = self._layouts.get(device)  # however old: segments do not change their kind
+        if seen is not None and not seen[0].expandable:
+            state[_INACTIVE] = stats.get(_INACTIVE)  # blind with expandable ones (pytorch#159564)
         state["weights_bytes"] = self.weights_bytes
         state["compactions"] = self._compactions.times
         state["compact_s"] = self._compactions.seconds

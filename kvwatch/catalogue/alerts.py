@@ -144,9 +144,9 @@ _RULE_ALERTS = (
     _RuleAlert(
         name="KvwatchLatencySlo",
         rule=RuleId.LATENCY_SLO,
-        summary="{where} on {instance} is at {value} of its latency objective",
+        summary="{where} on {instance} is at {value} its latency objective",
         description=(
-            "The worst p95 of {where} over the last minute is {value} of the objective set for it "
+            "The worst p95 of {where} over the last minute is {value} the objective set for it "
             "(threshold {threshold}). Users wait. Likely cause: a queue (see waiting requests), "
             "recomputation (see recompute tax), or a few very long prompts."
         ),

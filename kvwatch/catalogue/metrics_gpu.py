@@ -98,6 +98,13 @@ def _info(report: TickReport) -> Iterator[Row]:
         yield (*_ids(gpu), *facts), 1.0
 
 
+def _lacking(report: TickReport) -> Iterator[Row]:
+    for gpu in report.gpus:
+        ids = _ids(gpu)
+        for name in sorted({text.partition(" (")[0] for text in gpu.state.capabilities_missing}):
+            yield (*ids, name), 1.0
+
+
 def _ledger(report: TickReport) -> Iterator[Row]:
     for gpu in report.gpus:
         if gpu.signals is None or gpu.signals.ledger is None or gpu.state.is_mig_parent:
@@ -118,8 +125,12 @@ def _xids(report: TickReport) -> Iterator[Row]:
 
 
 def _deaf_to_xids(state: GpuState) -> bool:
-    """Whether this device reports no events, so that a zero would be a claim."""
-    return any("xid" in name.lower() or "event" in name.lower() for name in state.capabilities_missing)
+    """Whether this device reports no events, so that a zero would be a claim; instances never do."""
+    missing = state.capabilities_missing
+    return bool(state.parent_uuid) or any("xid" in name or name in _EVENT_CALLS for name in missing)
+
+
+_EVENT_CALLS = frozenset(("nvmlDeviceGetSupportedEventTypes", "nvmlDeviceRegisterEvents"))
 
 
 def _ecc(report: TickReport) -> Iterator[Row]:
@@ -165,6 +176,15 @@ IDENTITY = (
         "memory_accounting",
         "mig_profile",
         "parent_uuid",
+    ),
+    experimental(
+        gauge(
+            "gpu_capability_missing",
+            "1 for each value that this GPU's source does not tell, by the name of the value or call.",
+            kept(_of_state(lambda s: s.capabilities_missing), _lacking),
+            *GPU,
+            "capability",
+        )
     ),
 )
 
@@ -289,7 +309,7 @@ DEVICE = (
     counter(
         "gpu_xid_events_total",
         "Xid events seen since kvwatch first saw this GPU.",
-        kept(_of_state(lambda s: (s.xid_events_total, s.capabilities_missing)), _xids),
+        kept(_of_state(lambda s: (s.xid_events_total, s.capabilities_missing, s.parent_uuid)), _xids),
         *GPU,
         "xid",
     ),

@@ -198,16 +198,6 @@ def increase(expr: Expr, window: str) -> Expr:
     return _ranged("increase", expr, window)
 
 
-def max_over(expr: Expr, window: str) -> Expr:
-    """Largest value over a window."""
-    return _ranged("max_over_time", expr, window)
-
-
-def min_over(expr: Expr, window: str) -> Expr:
-    """Smallest value over a window."""
-    return _ranged("min_over_time", expr, window)
-
-
 def _by(function: str, expr: Expr, labels: Sequence[str]) -> Expr:
     _known(labels, expr.labels, expr.text)
     by = f" by ({', '.join(labels)})" if labels else ""
@@ -227,11 +217,6 @@ def min_by(expr: Expr, *labels: str) -> Expr:
 def sum_by(expr: Expr, *labels: str) -> Expr:
     """Sum per combination of labels."""
     return _by("sum", expr, labels)
-
-
-def count_by(expr: Expr, *labels: str) -> Expr:
-    """Number of series per combination of labels."""
-    return _by("count", expr, labels)
 
 
 def absent(expr: Expr) -> Expr:

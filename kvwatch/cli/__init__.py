@@ -34,15 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_OK
 
 
-def default_config() -> str | None:
-    """The default file, also when this user may not look at it: that is then said, not passed over."""
+def default_config(file: str = DEFAULT_CONFIG) -> str | None:
+    """The default file, also when this user may not look at it, or when it is a link that leads nowhere (for
+    a moment, say, while its target is replaced): that is then said, not passed over."""
     try:
-        Path(DEFAULT_CONFIG).stat()
+        Path(file).lstat()
     except FileNotFoundError:
         return None
     except OSError:
-        return DEFAULT_CONFIG
-    return DEFAULT_CONFIG
+        return file
+    return file
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -142,7 +143,7 @@ def _check(args: argparse.Namespace) -> int:
     try:
         file = args.file or default_config()
         if file is not None:
-            config.load(file)
+            config.web_config_reader(config.load(file).web.config_file)  # raises for its findings too
     except config.ConfigError as error:
         for finding in error.findings:
             print(finding, file=sys.stderr)

@@ -15,11 +15,13 @@ from typing import Any
 
 from kvwatch.cli import EXIT_OK, EXIT_USAGE
 from kvwatch.config import units
+from kvwatch.daemon.poller import poll_once
 from kvwatch.model.gpu import GpuProcess, GpuState, HostGpus
 from kvwatch.model.server import ServerState
 from kvwatch.model.settings import GpuSettings, ServerSettings
 from kvwatch.sources import discovery
 from kvwatch.sources.base import Source, SourceError
+from kvwatch.wire_exec import printable
 
 GPU_DEADLINE_S = 20.0
 SLOW_READER_S = 15.0
@@ -74,7 +76,8 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(seen), indent=2))
     else:
-        print("\n".join(_as_text(seen)))
+        # Processes and servers choose their names: none of them shall speak to the terminal.
+        print("\n".join(printable(line) for line in _as_text(seen)))
     if args.write:
         try:
             with Path(args.write).open("x", encoding="utf-8") as stream:
@@ -127,7 +130,10 @@ def _look_at_exporter(running: Iterable[discovery.Process]) -> Exporter | None:
 
     for url in discovery.exporter_urls(running):
         with tempfile.TemporaryDirectory(prefix="kvwatch-probe-") as folder:
-            source = DcgmExporterSource(GpuSettings(dcgm_exporter_url=url), state_dir=Path(folder))
+            try:
+                source = DcgmExporterSource(GpuSettings(dcgm_exporter_url=url), state_dir=Path(folder))
+            except SourceError:
+                continue
             try:
                 return Exporter(url=url, gpus=source.poll())
             except SourceError:
@@ -167,14 +173,17 @@ def look_at_servers(
     running: Iterable[discovery.Process] | None = None,
     users: Iterable[int] = (),
     wanted: Callable[[discovery.Candidate], bool] = lambda _: True,
+    turn: Callable[[discovery.Candidate], float] = lambda _: 0.0,
 ) -> Iterator[Found]:
     """What answers of the candidates among these processes (all, without); of those that a command line
-    tells, also what does not. `users` are pids of GPU users; only a `wanted` candidate is asked."""
+    tells, also what does not. `users` are pids of GPU users; only a `wanted` candidate is asked, which is
+    decided just before; those with the lowest `turn` come first."""
     from kvwatch.sources.servers import registry
 
     kinds = [kind for kind in registry.kinds() if kind not in ("auto", "mapped")]  # these are no engines
     patterns = {kind: registry.process_patterns(kind) for kind in kinds}
-    for candidate in filter(wanted, discovery.candidates(patterns, running, users=users)):
+    candidates = sorted(discovery.candidates(patterns, running, users=users), key=turn)
+    for candidate in filter(wanted, candidates):
         found = _ask(candidate)
         if found.state is not None or candidate.kind != discovery.UNKNOWN or candidate.problem:
             yield found
@@ -197,20 +206,24 @@ def _poll(candidate: discovery.Candidate, port: int) -> tuple[ServerState | None
     from kvwatch.sources.servers import registry
 
     settings = ServerSettings(name="probe", kind=candidate.kind, url=candidate.url_at(port))
-    source = registry.create(settings)
     try:
-        return source.poll(), ""
-    except SourceError as error:
+        source = registry.create(settings)
+    except (SourceError, OSError, ImportError) as error:  # OSError: no descriptor left
         return None, str(error)
+    try:
+        state, failure = poll_once(source)
     finally:
         source.close()
+    return state, "" if failure is None else failure.message
 
 
 def _found(
     candidate: discovery.Candidate, port: int, kind: str, state: ServerState | None, problem: str
 ) -> Found:
     url = candidate.url_at(port)
-    settings = ServerSettings(name=f"{kind}-{port}", kind=kind, url=url, configured=False)
+    # Two servers may have the same port, one of them on [::1] alone.
+    where = "-ip6" if candidate.host == "[::1]" else ""
+    settings = ServerSettings(name=f"{kind}{where}-{port}", kind=kind, url=url, configured=False)
     return Found(settings=settings, pid=candidate.pid, state=state, problem=problem)
 
 
@@ -349,7 +362,7 @@ def _gpu_config(seen: Seen) -> Iterator[str]:
 
 
 def _one_line(text: str) -> str:
-    return re.sub(r"\s+", " ", text)[:300]
+    return printable(re.sub(r"\s+", " ", text))[:300]
 
 
 def _watch(for_s: float, *, as_json: bool) -> int:

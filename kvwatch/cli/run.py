@@ -169,7 +169,7 @@ def _paths(demo: Demo | None, stack: ExitStack) -> daemon_paths.Paths:
 def _take_lock(path: Path, stack: ExitStack) -> None:
     """Two daemons on one host would undo each other's limits: the second does not start."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise CannotStartError(f"{path}: {error.strerror}; make room, or give it to this user") from error
     stack.callback(os.close, descriptor)

@@ -36,9 +36,9 @@ _INTRO = """\
 # Configuration
 
 The file is YAML, by default `/etc/kvwatch/kvwatch.yml`. `kvwatch check FILE` prints every mistake as
-`FILE:line:col: path: message` and nothing when the file is good. A file of comments alone means
-all defaults; an empty one is a mistake, as an editor leaves it for a moment while it saves. Without a file
-kvwatch watches what it finds ([install.md](install.md)).
+`FILE:line:col: path: message`, also those in `web.config_file`, and nothing when all is good. A file of
+comments alone means all defaults; an empty one is a mistake, as an editor leaves it for a moment while it
+saves. Without a file kvwatch watches what it finds ([install.md](install.md)).
 
 * Durations have a unit: `200ms`, `1s`, `5m`, `1h`, `1m30s`. Sizes too: `512MiB`, `2GiB`, `80GB`. Ratios
   are `0.7` or `70%`. A plain number where a unit is needed is a mistake.
@@ -115,7 +115,8 @@ def _shown(field: Field, value: Any) -> str:
 
 
 def _rules() -> str:
-    lines = ["## `rules`", "", rulebook.RULES.help + " Where the numbers come from: `docs/rules.md`.", ""]
+    where = "Where the numbers come from: [rules.md](rules.md)."
+    lines = ["## `rules`", "", f"{rulebook.RULES.help} {where}", ""]
     lines += ["| rule | thresholds | worse | yellow | red | other defaults |", "|---|---|---|---|---|---|"]
     lines += [_rule_row(rule) for rule in RuleId]
     lines += ["", "Keys of every rule:", "", "| key | type | default | meaning |", "|---|---|---|---|"]

@@ -243,6 +243,13 @@ def _figures(view: View) -> Mapping[str, float]:
     return {name: value for name in names if isinstance(value := view.evidence().get(name), int | float)}
 
 
+def _unread(state: TargetState, view: View) -> str:
+    """A lease is written whether or not anybody reads it; only an agent says that it does."""
+    if state.in_force is None or state.dry_run or state.settings.via[state.via].kind != "lease":
+        return ""
+    return "" if view.inside.obeys else f"; no agent of {view.server} says that it obeys leases"
+
+
 def _judge(state: TargetState, view: View, now_s: float) -> tuple[TargetState, tuple[PlannedEvent, ...]]:
     """After the cooldown, say what the last move did and what it cost."""
     if state.judged or state.moved_s is None or not view.fresh:
@@ -256,7 +263,8 @@ def _judge(state: TargetState, view: View, now_s: float) -> tuple[TargetState, t
         fields[f"{name}_after"] = after[name]
     event = PlannedEvent(
         kind="decision",
-        message=f"{view.server}: what the last move did, {state.settings.cooldown_s:g} s later",
+        message=f"{view.server}: what the last move did, {state.settings.cooldown_s:g} s later"
+        + _unread(state, view),
         scope=Scope(server=view.server),
         fields=fields,
     )

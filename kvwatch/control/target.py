@@ -183,11 +183,10 @@ def _failed(state: TargetState, pending: Pending, result: ActionResult, now_s: f
     """
     if pending.event is EventKind.RESTORE:
         return _restore_failed(state, result, now_s)
-    pause_s = min(RETRY_FIRST_S * 2.0 ** min(state.failures, 10), RETRY_LONGEST_S)
-    paused = replace(state, failures=state.failures + 1, retry_at_s=now_s + pause_s)
     if not pending.limit.restricts:
         return close(state)  # a compaction alone is worth no other lever and no retry
-    if pending.renewal and state.expires_s is not None and now_s + pause_s < state.expires_s:
+    paused = _paused(state, now_s)
+    if pending.renewal and state.expires_s is not None and paused.retry_at_s < state.expires_s:
         return paused
     if result.step + 1 < len(state.settings.via):
         return replace(state, via=result.step + 1)
@@ -200,6 +199,11 @@ def _restore_failed(state: TargetState, result: ActionResult, now_s: float) -> T
     state = replace(state, touched=(*others, result.step))
     if state.limit is not None:
         return state
+    return _paused(state, now_s)
+
+
+def _paused(state: TargetState, now_s: float) -> TargetState:
+    """Nothing is tried for a while: twice as long after each failure."""
     pause_s = min(RETRY_FIRST_S * 2.0 ** min(state.failures, 10), RETRY_LONGEST_S)
     return replace(state, failures=state.failures + 1, retry_at_s=now_s + pause_s)
 
@@ -239,18 +243,21 @@ def request(
         dry_run=state.dry_run,
         step=step,
     )
-    imposing = event is EventKind.LIMIT
     pending = Pending(
         request_id=made.request_id, event=event, limit=limit, expires_in_s=expires_in_s, renewal=renewal
     )
-    state = replace(
+    return _sent(state, pending, step, now_s), made
+
+
+def _sent(state: TargetState, pending: Pending, step: int, now_s: float) -> TargetState:
+    imposing = pending.event is EventKind.LIMIT
+    return replace(
         state,
         pending=pending,
         number=state.number + 1,
         touched=(*state.touched, step) if imposing and step not in state.touched else state.touched,
         renewed_s=now_s if imposing else state.renewed_s,
     )
-    return state, made
 
 
 def deadline_s(action: ActionSettings) -> float:

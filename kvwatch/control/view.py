@@ -117,10 +117,14 @@ def look(
         known_rules=frozenset(verdict.rule for verdict in stopping),
         device=tuple(stopping) if target.compact else (),
         fragmented=tuple(_current(OFFERING_RULES, target.server, server, verdicts)) if target.compact else (),
-        inside=ranks.look(target.server, snapshot, clock.mono_s) if target.compact else Inside(),
+        inside=ranks.look(target.server, snapshot, clock.mono_s) if _has_lease(target) else Inside(),
         restarts=sum(engine.restarts_total for engine in engines) if engines else None,
         age_s=age_s,
     )
+
+
+def _has_lease(target: TargetSettings) -> bool:
+    return any(lever.kind == "lease" for lever in target.via)
 
 
 def own_limit(server: str, snapshot: Snapshot) -> int | None:

@@ -44,9 +44,15 @@ def cause(report: TickReport, verdict: Verdict, cut: Cut) -> str:
     """Return one sentence: what is red (as its alert says it), why, and the fact that explains most."""
     row = of_rule(verdict.rule)
     lead = verdict.rule.value if row is None else row.sentence(_places(report, verdict, row.unit))
-    facts = [lead, verdict.detail, *_facts(report, verdict, cut)]
+    facts = [*_joined(lead, verdict.detail), *_facts(report, verdict, cut)]
     text = "; ".join(dict.fromkeys(fact for fact in facts if fact))
-    return f"{text[:1].upper()}{text[1:]}."
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('?') else '.'}"
+
+
+def _joined(lead: str, detail: str) -> list[str]:
+    """The alert's words and the rule's, without saying the same words (`Xid 79`) twice in a row."""
+    head, colon, rest = detail.partition(":")
+    return [lead + colon + rest] if colon and lead.endswith(f" {head}") else [lead, detail]
 
 
 def _places(report: TickReport, verdict: Verdict, unit: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from kvwatch.control.plan import Planned, plan
 from kvwatch.core import events, headline, reports
+from kvwatch.core.naming import with_whole_uuids
 from kvwatch.core.state import CoreState, counted
 from kvwatch.model.action import ActionResult
 from kvwatch.model.level import Verdict
@@ -25,6 +26,7 @@ def step(
     """Advance by one tick. Pure: the same state, snapshot, results and clock give the same report."""
     settings = state.settings
     finished = tuple(results)
+    snapshot = with_whole_uuids(snapshot)
     fresh = fresh_samples(snapshot, settings, clock)
     signal_state, signals = derive(state.signals, snapshot, settings, state.patterns, clock)
     memory = remember(state.memory, snapshot, gpu_states(snapshot, fresh.gpu_sources), clock.mono_s)

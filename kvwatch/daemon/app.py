@@ -382,7 +382,10 @@ class App:
     def _apply(self, settings: Settings, patterns: Mapping[str, tuple[str, ...]]) -> None:
         if settings.web != self._settings.web:
             log.warning("web settings change with the next restart only")
-        self._newcomers.forget()
+        servers = self._newcomers.reloaded(self._settings.servers, settings.servers)
+        if servers != settings.servers:
+            settings = replace(settings, servers=servers)
+            patterns = process_patterns(settings)
         self._adopt(settings, patterns)
         self._shell = replace(
             self._shell,

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvwatch import wire
 from kvwatch.daemon.paths import replace_file
 
 MAX_BYTES = 4096
@@ -53,15 +54,14 @@ def switch_off(path: Path) -> bool:
 
 
 def read(path: Path) -> Maintenance | None:
-    """What the file says now: None when absent, malformed, from another boot, or over."""
+    """What the file says now: None when absent, malformed, no plain file, from another boot, or over."""
     try:
-        with path.open("rb") as stream:
-            record = json.loads(stream.read(MAX_BYTES))
+        record = json.loads(wire.read_small(str(path), MAX_BYTES))
         until_boot_s = float(record["until_boot_s"])
         until_wall_s = float(record["until_wall_s"])
         if record["v"] != 1 or record["boot_id"] != boot_id():
             return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     left_s = until_boot_s - since_boot_s()
     if not 0 < left_s <= MAX_S:

@@ -36,6 +36,7 @@ class Newcomers:
         self._thread: threading.Thread | None = None
         self._found: tuple[ServerSettings, ...] = ()
         self._round = 0
+        self._left_out: frozenset[str] = frozenset()
 
     def follow(
         self, report: TickReport, servers: Sequence[ServerSettings], now_s: float
@@ -47,12 +48,44 @@ class Newcomers:
         if now_s >= self._due_s:
             self._due_s = now_s + LOOK_EVERY_S
             self._look(report)
-        return merged(servers, found, _long_gone(report))
+        after = merged(servers, found, _long_gone(report))
+        if found:
+            self._tell(servers, found, after)
+        return after
 
-    def forget(self) -> None:
-        """What a look finds that is under way concerns a configuration that no longer stands."""
+    def reloaded(
+        self, before: Sequence[ServerSettings], after: Sequence[ServerSettings]
+    ) -> tuple[ServerSettings, ...]:
+        """The servers to watch after a reload to `after`; voids the look that is under way.
+
+        Without a file whoever was found before stays: it may just be too busy to answer.
+        """
         self._round += 1
         self._found = ()
+        if not self._finder.active:
+            return tuple(after)
+        return merged([server for server in before if not server.configured], after, ())
+
+    def _tell(
+        self,
+        before: Sequence[ServerSettings],
+        found: Sequence[ServerSettings],
+        after: Sequence[ServerSettings],
+    ) -> None:
+        """Log what is new, and once what has no room."""
+        for server in after:
+            if server not in before:
+                log.info("no configuration file: found %s at %s", server.kind, server.url)
+        watched = {server.url for server in after}
+        left_out = frozenset(server.url for server in found) - watched
+        if left_out - self._left_out:
+            log.warning(
+                "%d more servers answer, %s for one, and are not watched: %d are already",
+                len(left_out),
+                min(left_out),
+                MAX_FOUND,
+            )
+        self._left_out = left_out
 
     def _look(self, report: TickReport) -> None:
         answering = frozenset(server.url for server in report.servers if server.up)
@@ -72,20 +105,17 @@ def merged(
 ) -> tuple[ServerSettings, ...]:
     """`servers` without those gone, then what was found; a place that changed its kind is told by the new.
 
-    `gone` are names; what is configured stays. Beyond MAX_FOUND nothing is added, and that is logged.
+    `gone` are names; what is configured stays. One server per URL: two processes whose command lines name the
+    same place are one. Beyond MAX_FOUND nothing is added.
     """
     known = {(server.url, server.kind) for server in servers}
-    news = [server for server in found if (server.url, server.kind) not in known]
-    taken = {server.url for server in news}
+    as_before = {server.url for server in found if (server.url, server.kind) in known}
+    news = {server.url: server for server in reversed(found) if server.url not in as_before}
     kept = [
-        server for server in servers if server.configured or not (server.name in gone or server.url in taken)
+        server for server in servers if server.configured or not (server.name in gone or server.url in news)
     ]
     room = max(0, MAX_FOUND - len(kept))
-    for server in news[:room]:
-        log.info("no configuration file: found %s at %s", server.kind, server.url)
-    for server in news[room:]:
-        log.warning("%s at %s is not watched: %d are already", server.kind, server.url, MAX_FOUND)
-    return (*kept, *news[:room])
+    return (*kept, *[*reversed(news.values())][:room])
 
 
 def _long_gone(report: TickReport) -> frozenset[str]:

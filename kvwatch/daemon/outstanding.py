@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvwatch import wire
 from kvwatch.daemon.paths import replace_file
 
 log = logging.getLogger("kvwatch.outstanding")
@@ -122,8 +123,7 @@ class Outstanding:
     def _read(self) -> list[Entry]:
         """The entries a dead run left; a damaged file is kept aside and said aloud."""
         try:
-            with self._path.open("rb") as stream:
-                content = stream.read(MAX_BYTES + 1)
+            content = wire.read_small(str(self._path), MAX_BYTES)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -133,7 +133,7 @@ class Outstanding:
             return []
         try:
             return [_entry(record) for record in json.loads(content)["entries"]]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             self._set_aside(error)
             return []
 

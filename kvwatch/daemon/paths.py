@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,13 +55,32 @@ def _first(variable: str) -> str | None:
 def find() -> Paths:
     """systemd's directories if set, else /run and /var/lib as root, else the XDG directories."""
     root = os.geteuid() == 0
-    runtime = _first("RUNTIME_DIRECTORY") or ("/run/kvwatch" if root else f"{_runtime_base()}/kvwatch")
     state = _first("STATE_DIRECTORY") or ("/var/lib/kvwatch" if root else f"{_state_base()}/kvwatch")
+    runtime = _first("RUNTIME_DIRECTORY") or ("/run/kvwatch" if root else f"{_runtime_base()}/kvwatch")
     return Paths(runtime=Path(runtime), state=Path(state))
 
 
 def _runtime_base() -> str:
-    return os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvwatch-{os.geteuid()}"  # noqa: S108
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    return given or str(own_folder(Path(f"/tmp/kvwatch-{os.geteuid()}")))  # noqa: S108
+
+
+def own_folder(path: Path) -> Path:
+    """A folder in a place where everybody may make one. Raises DirectoryError unless it is ours alone: links
+    laid out in somebody else's would lead our writing into our own files."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o755)
+        found = path.lstat()
+    except OSError as error:
+        raise DirectoryError(f"{path}: {error.strerror}; set RUNTIME_DIRECTORY to your own") from error
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not ours or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise DirectoryError(
+            f"{path}: no folder that uid {os.geteuid()} alone may write; remove it, or set RUNTIME_DIRECTORY "
+            "to your own"
+        )
+    return path
 
 
 def _state_base() -> str:
@@ -98,8 +119,9 @@ def replace_file(path: Path, text: str, mode: int = 0o644, *, sync: bool = False
     With `sync` the content is on disk before the rename, so that a crash of the host keeps it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)  # of a dead process with our number, or no file at all
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             os.fchmod(stream.fileno(), mode)  # the umask of the unit is stricter than this file may be
             stream.write(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from typing import Any, TypeVar
 
 from kvwatch.daemon.board import Board
 from kvwatch.daemon.clock import RealClock
@@ -15,6 +15,21 @@ log = logging.getLogger("kvwatch.poller")
 
 # A self-paced source that fails at once would spin; this is its slowest retry.
 FAILED_PAUSE_S = 0.25
+BUG = "bug in this source"
+T = TypeVar("T")
+
+
+def poll_once(source: Source[T], told: str = "") -> tuple[T | None, Failure | None]:
+    """One poll: a value, or why there is none. Raises nothing; a bug that was `told` is not logged again."""
+    try:
+        return source.poll(), None
+    except SourceError as error:
+        return None, error.failure
+    except Exception as error:  # a bug in one source must not silence the others
+        failure = Failure(kind=FailureKind.MALFORMED, message=f"{BUG}: {error!r}")
+        if failure.message != told:
+            log.exception("bug in a source", extra={"source": source.name})
+        return None, failure
 
 
 class Poller:
@@ -94,15 +109,8 @@ class Poller:
         with self._writing:
             if not self._stopped:
                 self._board.begin(self.source.name, started_s)
-        value, failure = None, None
-        try:
-            value = self.source.poll()
-        except SourceError as error:
-            failure = error.failure
-        except Exception as error:  # a bug in one source must not silence the others
-            failure = Failure(kind=FailureKind.MALFORMED, message=f"bug in this source: {error!r}")
-            if self._last_bug != failure.message:
-                log.exception("bug in a source", extra={"source": self.source.name})
+        value, failure = poll_once(self.source, told=self._last_bug)
+        if failure is not None and failure.message.startswith(BUG):
             self._last_bug = failure.message
         now_s = self._clock.mono_s()
         sample: Sample[Any] = Sample(

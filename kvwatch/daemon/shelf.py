@@ -6,8 +6,12 @@ waits for the thread a short time at most. What cannot be written is kept in mem
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import os
 import queue
+import stat
 import threading
 import zlib
 from collections import deque
@@ -23,6 +27,7 @@ log = logging.getLogger("kvwatch.evidence")
 
 MAX_FILES = 50
 MAX_TOTAL_BYTES = 20 * 1024 * 1024
+MAX_PIECE_BYTES = 4 * 1024 * 1024  # of one that is read: ours have 1 MiB at most
 MAX_JOBS = 128
 MAX_HELD = 8  # pieces in memory while the directory takes none; packed, about 20 KiB each
 RETRY_S = 60.0
@@ -171,7 +176,7 @@ class Shelf:
         if held is not None:
             return zlib.decompress(held)
         try:
-            return (self._folder / f"{name}{_SUFFIX}").read_bytes()
+            return _content(self._folder / f"{name}{_SUFFIX}")
         except FileNotFoundError:
             with self._lock:
                 self._sizes.pop(name, None)
@@ -208,7 +213,8 @@ class Shelf:
             if len(others) < MAX_FILES and sum(others.values()) + size <= MAX_TOTAL_BYTES:
                 return
             oldest = min(others)
-            (self._folder / f"{oldest}{_SUFFIX}").unlink(missing_ok=True)
+            with contextlib.suppress(IsADirectoryError):  # none of ours
+                (self._folder / f"{oldest}{_SUFFIX}").unlink(missing_ok=True)
             with self._lock:
                 del self._sizes[oldest]
 
@@ -244,12 +250,35 @@ class Shelf:
         """What earlier runs left; half-written files go. A folder that is not there is empty."""
         try:
             paths = list(self._folder.iterdir())
-            for path in paths:
-                if path.name.startswith(".") and f"{_SUFFIX}." in path.name:
-                    path.unlink(missing_ok=True)
-                elif path.suffix == _SUFFIX and parse(path.stem) is not None:
-                    self._sizes[path.stem] = path.stat().st_size
         except FileNotFoundError:
             return
         except OSError as error:
             log.warning("%s: %s; earlier evidence is not shown", self._folder, error.strerror)
+            return
+        for path in paths:
+            try:
+                self._look_at(path)
+            except OSError as error:
+                log.warning("%s: %s; it is passed over", path, error.strerror)
+
+    def _look_at(self, path: Path) -> None:
+        """Count one piece. What else lies there (a link, a pipe, a file too large) is none of ours."""
+        if path.name.startswith(".") and f"{_SUFFIX}." in path.name:
+            path.unlink(missing_ok=True)
+        elif path.suffix == _SUFFIX and parse(path.stem) is not None:
+            found = path.lstat()
+            if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_PIECE_BYTES:
+                self._sizes[path.stem] = found.st_size
+
+
+def _content(path: Path) -> bytes:
+    """What is in a piece. OSError for what is none: a pipe would hold the thread for ever, a link may lead
+    anywhere, a huge file would fill the memory."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as stream:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a plain file")
+        if found.st_size > MAX_PIECE_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        return stream.read(MAX_PIECE_BYTES)

@@ -209,11 +209,12 @@ def _server_factory(settings: ServerSettings) -> Callable[[], Source[Any]]:
 
 
 def gpu_factory(runtime_dir: Path, state_dir: Path) -> GpuFactory:
-    """The factory that the daemon uses; the demo brings its own."""
+    """The factory that the daemon uses; the demo brings its own. Xid events outlive the sources."""
+    xids: dict[str, Any] = {}
 
     def make(settings: GpuSettings, tick_s: float) -> Source[Any] | None:
         from kvwatch.sources.gpu import choose
 
-        return choose.create(settings, runtime_dir=runtime_dir, state_dir=state_dir, tick_s=tick_s)
+        return choose.create(settings, runtime_dir=runtime_dir, state_dir=state_dir, tick_s=tick_s, xids=xids)
 
     return make

@@ -3,8 +3,8 @@
 One thread accepts, and holds each connection until a whole request is there; two workers answer.
 Nothing waits for a client outside the selector: half a request, half a TLS handshake, and an
 answer that nobody reads cost a connection, never a thread. Connections are capped below the
-descriptor limit; at the cap somebody who has got nowhere gives way (`first_to_go`). Passwords are
-checked by a thread of their own.
+descriptor limit; at the cap somebody who has got nowhere gives way (`first_to_go`). Who may come in at
+all is the guard's business.
 """
 
 from __future__ import annotations
@@ -17,26 +17,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvwatch.exporters.provider import Provider
-from kvwatch.exporters.web_auth import Access, Authenticator
-from kvwatch.exporters.web_config import BadCertificateError, TlsServerConfig, WebConfig
+from kvwatch.exporters.web_auth import Access
+from kvwatch.exporters.web_config import WebConfig
 from kvwatch.exporters.web_conn import READ, Conn, Phase, first_to_go
+from kvwatch.exporters.web_guard import Guard
 from kvwatch.exporters.web_http import (
     HttpError,
     Request,
     Response,
     error_response,
-    too_many_unchecked,
     unauthorized,
     wire,
 )
 from kvwatch.exporters.web_limits import ACCEPTS_AT_ONCE, SHORT_OF_ROOM, Limits, connection_cap, listen
 from kvwatch.exporters.web_routes import Routes
-
-if TYPE_CHECKING:
-    from kvwatch.exporters.web_tls import TlsContexts
 
 WORKERS = 2
 DEFAULT_LIMITS = Limits()
@@ -63,27 +59,21 @@ class WebServer:
         self._limits = limits
         self._address = (host, port)
         self._routes = Routes(provider, enable_lifecycle=enable_lifecycle)
-        self._web_config = web_config
-        self._config = WebConfig()
-        self._tls: TlsContexts | None = None
-        self._auth: Authenticator | None = None
         self._cap = connection_cap(limits.connections)
         self._waiting: set[Conn] = set()  # the selector thread's
         self._count = 0  # all connections, those with workers included
         self._returned: deque[Conn] = deque()
         self._jobs: queue.SimpleQueue[Conn | None] = queue.SimpleQueue()
-        self._unchecked: queue.Queue[tuple[Conn, WebConfig] | None] = queue.Queue(limits.unchecked)
+        self._guard = Guard(web_config, limits.unchecked, self._jobs.put)
         self._threads: list[threading.Thread] = []
-        self._starting = threading.Lock()  # guards _threads and the lazy parts
+        self._starting = threading.Lock()  # guards _threads
         self._here: Conn | None = None  # answered in the selector thread now
         self._stopping = False
         self._listener: socket.socket | None = None
 
     def start(self) -> None:
         """Listen and serve. OSError when the port is taken, BadCertificateError (one as well) for bad TLS."""
-        self._refresh()
-        if self._config.tls is not None:
-            self._try_certificate(self._config.tls)
+        self._guard.try_certificate()
         self._listener = listen(*self._address)
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -106,7 +96,7 @@ class WebServer:
         """Where to look, with a name that works on this host."""
         host = self._address[0].strip("[]") or "127.0.0.1"
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 shown, not bound
-        scheme = "https" if self._config.tls is not None else "http"
+        scheme = "https" if self._guard.config.tls is not None else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def close(self) -> None:
@@ -117,27 +107,20 @@ class WebServer:
         self._wake()
         for _ in range(WORKERS):
             self._jobs.put(None)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._abandon(self._unchecked.get_nowait())
-        with contextlib.suppress(queue.Full):  # then the thread is awake and sees that we stop
-            self._unchecked.put_nowait(None)
+        self._guard.stop()
         until = time.monotonic() + CLOSE_S
-        for thread in list(self._threads):
+        for thread in filter(None, (*self._threads, self._guard.thread)):
             thread.join(max(0.0, until - time.monotonic()))
         with contextlib.suppress(queue.Empty):
             while True:
-                self._abandon(self._jobs.get_nowait())
+                conn = self._jobs.get_nowait()
+                if conn is not None:
+                    conn.close()
         for conn in [*self._waiting, *self._returned]:
             conn.close()
         self._selector.close()
         for sock in (self._listener, self._wake_in, self._wake_out):
             sock.close()
-
-    @staticmethod
-    def _abandon(job: Conn | tuple[Conn, WebConfig] | None) -> None:
-        if job is not None:
-            (job[0] if isinstance(job, tuple) else job).close()
 
     def _spawn(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
@@ -206,7 +189,7 @@ class WebServer:
                 self._evict()
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            conn = Conn(sock, time.monotonic(), tls=self._config.tls is not None)
+            conn = Conn(sock, time.monotonic(), tls=self._guard.config.tls is not None)
             conn.deadline_s = conn.progress_s + self._limits.request_s
             self._count += 1
             if conn.tls or not self._arrived(conn):
@@ -224,7 +207,7 @@ class WebServer:
 
         Handing a scrape over would wake a thread on a cold core: a fifth of its time.
         """
-        if self._web_config is None and conn.holds_one_scrape():
+        if self._guard.absent and conn.holds_one_scrape():
             self._answer_here(conn)
         else:
             self._jobs.put(conn)
@@ -354,7 +337,7 @@ class WebServer:
         return True
 
     def _advance(self, conn: Conn) -> bool:
-        config = self._refresh()
+        config = self._guard.refresh()
         if conn.phase is Phase.HANDSHAKE and not self._handshake(conn, config):
             return True
         if conn.phase is Phase.ANSWER:
@@ -363,7 +346,7 @@ class WebServer:
             request = self._next_request(conn)
             if request is None:
                 break
-            access = self._access(conn, request, config)
+            access = self._guard.access(conn, request, config)
             if access is Access.UNCHECKED:
                 return False
             self._answer(conn, request, config, allowed=access is Access.ALLOWED)
@@ -381,47 +364,11 @@ class WebServer:
         return request
 
     def _handshake(self, conn: Conn, config: WebConfig) -> bool:
-        if conn.secure_socket is None:
-            if config.tls is None:
-                raise OSError("TLS was switched off meanwhile")
-            conn.wrap(self._contexts().get(config.tls))
-        if not conn.handshake():
+        if not self._guard.handshake(conn, config):
             return False
-        secure = conn.secure_socket
-        if secure is not None and config.tls is not None and config.tls.client_allowed_sans:
-            from kvwatch.exporters.web_tls import client_allowed
-
-            if not client_allowed(config.tls, secure):
-                raise OSError("the client's certificate has none of the allowed names")
         conn.phase, conn.want = Phase.REQUEST, READ
         conn.deadline_s = time.monotonic() + self._limits.request_s
         return True
-
-    def _access(self, conn: Conn, request: Request, config: WebConfig) -> Access:
-        """What this request may do; UNCHECKED when it went to have its password checked. HttpError 503."""
-        if not config.users:
-            return Access.ALLOWED
-        access, conn.access = conn.access, None
-        if access is None:
-            access = self._authenticator().check(config.users, request.header("authorization"))
-        if access is Access.UNCHECKED:
-            conn.pending = request
-            try:
-                self._unchecked.put_nowait((conn, config))
-            except queue.Full:
-                conn.pending = None
-                raise too_many_unchecked() from None
-        return access
-
-    def _check_passwords(self) -> None:
-        while (job := self._unchecked.get()) is not None:
-            conn, config = job
-            if self._stopping:
-                conn.close()
-                continue
-            assert conn.pending is not None  # noqa: S101 set before it was queued
-            conn.access = self._authenticator().verify(config.users, conn.pending.header("authorization"))
-            self._jobs.put(conn)
 
     def _answer(self, conn: Conn, request: Request, config: WebConfig, *, allowed: bool) -> None:
         try:
@@ -441,7 +388,7 @@ class WebServer:
             conn.close()
             return
         try:
-            self._send(conn, error_response(error), head_only=False, headers=self._config.headers)
+            self._send(conn, error_response(error), head_only=False, headers=self._guard.config.headers)
         except OSError:
             conn.close()
 
@@ -467,33 +414,3 @@ class WebServer:
         else:
             conn.linger()
             conn.deadline_s = now_s + self._limits.linger_s
-
-    # --- what the configuration says
-
-    def _try_certificate(self, tls: TlsServerConfig) -> None:
-        try:
-            self._contexts().get(tls)
-        except OSError as error:
-            files = ", ".join(filter(None, (tls.cert_file, tls.key_file, tls.client_ca_file)))
-            raise BadCertificateError(f"{files or 'the inline PEM'} cannot be used: {error}") from error
-
-    def _refresh(self) -> WebConfig:
-        if self._web_config is not None:
-            self._config = self._web_config() or WebConfig()
-        return self._config
-
-    def _contexts(self) -> TlsContexts:
-        with self._starting:
-            if self._tls is None:
-                from kvwatch.exporters.web_tls import TlsContexts
-
-                self._tls = TlsContexts()
-            return self._tls
-
-    def _authenticator(self) -> Authenticator:
-        with self._starting:
-            if self._auth is not None:
-                return self._auth
-            self._auth = Authenticator()
-        self._spawn(self._check_passwords, "web-auth")
-        return self._auth

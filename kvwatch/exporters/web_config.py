@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -207,7 +208,7 @@ def _users(data: object, findings: list[Finding]) -> dict[str, str]:
         if not isinstance(hashed, str) or not _BCRYPT.match(hashed):
             findings.append(Finding(where, "is no bcrypt hash; make one with: htpasswd -nBC 10 USER"))
     if data and not bcrypt_installed():
-        findings.append(Finding("basic_auth_users", "needs bcrypt: pip install 'kvwatch[auth]'"))
+        findings.append(Finding("basic_auth_users", f"needs bcrypt: {sys.executable} -m pip install bcrypt"))
     return {str(name): str(hashed) for name, hashed in data.items()}
 
 

@@ -23,6 +23,11 @@ MAX_VALUE = 256  # characters of one parameter of a link
 HTML = "text/html; charset=utf-8"
 JSON = "application/json; charset=utf-8"
 _RULE = re.compile(r"[a-z_]{1,40}\Z")
+# What a file that is none of ours (any JSON) can bring about while a page is made of it.
+_DAMAGED = (
+    *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
+    OSError,  # a time that no calendar has
+)
 NO_STORE = ("Cache-Control", "no-store")
 VARY = ("Vary", "Accept-Encoding")
 
@@ -93,7 +98,7 @@ class EvidenceRoutes:
         try:
             found = json.loads(data)
             body = evidence(found, self._level_now(found))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except _DAMAGED as error:
             raise HttpError(500, "this piece of evidence is damaged; its file can be deleted") from error
         return self._packed(request, body, HTML)
 

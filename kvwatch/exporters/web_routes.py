@@ -24,6 +24,7 @@ from kvwatch.exporters.web_http import (
 from kvwatch.model.report import TickReport
 
 JSON = "application/json; charset=utf-8"
+NOTHING = "there is nothing here; try /, /metrics, /api/v1/state, /api/v1/events or /evidence/"
 NO_STORE = ("Cache-Control", "no-store")
 VARY = ("Vary", "Accept, Accept-Encoding")
 ASSETS = Path(__file__).parent / "assets"
@@ -97,7 +98,7 @@ class Routes:
         if route is None and is_mine(request.path):
             route = self._evidence.answer
         if route is None:
-            raise HttpError(404, "there is nothing here; try / or /metrics")
+            raise HttpError(404, NOTHING)
         if request.method not in ("GET", "HEAD"):
             raise HttpError(405, f"{request.path} wants GET", headers=(("Allow", "GET, HEAD"),))
         return route(request)

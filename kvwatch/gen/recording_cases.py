@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvwatch.gen.promtool import HOST, STEP_S, Case, metric_series, series
+from kvwatch.model.settings import GIB
 
 OTHER = {**HOST, "instance": "gpu-host-2:9843"}
 PARENT = {"uuid": "GPU-1", "gpu": "1"}
 SLICES = ({"uuid": "MIG-1", "gpu": "1"}, {"uuid": "MIG-2", "gpu": "1"})
-GIB = 2**30
 
 Input = list[dict[str, str]]
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from kvwatch.lab.demo_world import POOL_BYTES, World
 from kvwatch.model.gpu import GpuHealth, GpuMemory, GpuProcess, GpuState, HostGpus, LedgerPass
+from kvwatch.model.settings import GIB, MIB
 
-MIB = 2**20
-GIB = 2**30
 DRIVER = "580.159.04"
 # An H200 as its driver reports it: 143,771 MiB, of which 644,939,776 bytes are the driver's own.
 TOTAL_BYTES = 143_771 * MIB

@@ -8,7 +8,7 @@ from kvwatch.model.gpu import GpuHealth
 from kvwatch.model.level import Reason, RuleId
 from kvwatch.model.sample import FailureKind
 from kvwatch.model.settings import GIB, MIB, RuleSettings
-from kvwatch.model.signal import ForecastState, GpuSignals, Phase
+from kvwatch.model.signal import ForecastState, GpuSignals, Holder, Phase
 from kvwatch.rules.kv import MIN_SAMPLES
 from kvwatch.rules.spec import Reading
 from kvwatch.rules.views import GpuView, Inputs, scope_of
@@ -19,6 +19,7 @@ HEADROOM_YELLOW_SHARE = (
 )
 HEADROOM_RED_BYTES = 512 * MIB
 LOW_BUT_STEADY = "low, but neither falling nor below what its server has lived with"
+MAX_TOLD = 3  # processes named in one detail
 AFTER_STEP_S = 600.0  # contract: no exhaustion forecast is judged within ten minutes of a step change
 
 # NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors).
@@ -79,13 +80,31 @@ def _no_forecast(view: GpuView, value: float | None) -> Reason | None:
 
 
 def dead_process_memory(inputs: Inputs) -> Iterator[Reading]:
-    """Bytes held by processes that are gone (only where process ids resolve)."""
+    """Bytes held by processes that are gone (only where process ids resolve), or left of a server that is
+    down: an engine outlives its API server under another title (vllm#55510, #34643)."""
+    down = {server.server for server in inputs.signals.servers if server.phase is Phase.DOWN}
     for view in inputs.gpus:
         if view.state.is_mig_parent:
             continue
         value = view.signals.dead_process_bytes if view.signals is not None else None
+        left = _left_of(view.signals, down)
+        if left:
+            value = (value or 0) + sum(one.used_bytes or 0 for one in left)
         absent = _gpu_absent(view) or _none(value)
-        yield Reading(scope=view.scope, value=value, absent=absent, period_s=view.period_s)
+        detail = ", ".join(_holding(one) for one in left[:MAX_TOLD])
+        yield Reading(scope=view.scope, value=value, absent=absent, period_s=view.period_s, detail=detail)
+
+
+def _left_of(signals: GpuSignals | None, down: set[str]) -> list[Holder]:
+    """Living processes of servers that are down, as far as their sizes are told."""
+    if signals is None or not down:
+        return []
+    return [one for one in signals.holders or () if one.server in down and not one.dead and one.used_bytes]
+
+
+def _holding(one: Holder) -> str:
+    gib = (one.used_bytes or 0) / GIB
+    return f"process {one.pid} ({one.name}) of {one.server}, which is down, holds {gib:.1f} GiB"
 
 
 def gpu_lost(inputs: Inputs) -> Iterator[Reading]:

@@ -66,7 +66,7 @@ def latency_slo(view: EngineView, _rules: Rules) -> Reading | None:
         return None
     ratio, name = slo_ratio(view.signals, slo) if view.signals is not None else (None, "")
     absent = Reason.TOO_FEW if ratio is None else None
-    detail = f"{name} p95 is {ratio:.2f} x its objective" if ratio is not None and ratio >= 1.0 else ""
+    detail = f"{name} p95 is {ratio:.2f} × its objective" if ratio is not None and ratio >= 1.0 else ""
     return _reading(view, ratio, absent=absent, detail=detail)
 
 

@@ -151,7 +151,10 @@ SPECS: tuple[RuleSpec, ...] = (
         unit=Unit.BYTES,
         defaults=RuleSettings(yellow=1 * GIB, for_s=120.0),
         read=device.dead_process_memory,
-        sentence="Device memory held by processes that are gone, for two minutes: the next start lacks it.",
+        sentence=(
+            "Device memory held by processes that are gone, or left of a server that is down, for two "
+            "minutes: the next start lacks it."
+        ),
         provenance=(
             (
                 "yellow",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvwatch.model.server import AgentState, EngineState, Semantics
 from kvwatch.model.signal import EngineSignals, Forecast
@@ -12,6 +12,10 @@ from kvwatch.signals.series import Points, halves_rise, push
 from kvwatch.signals.waste import waste
 
 WAITING_WINDOW_S = 60.0
+MOST_REQUESTS = 1_000_000  # as of a lease
+RETURN_S = 60.0
+"""Counters that fall and are back above what they fell from within this belong to two servers at one URL:
+what lies between the two pages was never counted by either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +50,27 @@ class EngineTrack:
     moved_s: float
     stalled: bool | None
     kv: forecast.ForecastTrack
+    fell_from: tuple[float, EngineState] | None = None  # when counters last fell, and from where
 
 
 def advance(track: EngineTrack | None, engine: EngineState, reading: Reading) -> EngineTrack:
-    """Take in one reading of an engine; a restart begins every history anew."""
+    """Take in one reading of an engine; a restart begins every history anew, and so does a return."""
     if track is None:
         return _begin(None, engine, reading)
-    refused = reading.restarted and not phase.same_process(track.last, engine)
-    if refused or phase.counters_fell(track.last, engine):
+    if phase.counters_fell(track.last, engine):
+        return replace(_begin(track, engine, reading), fell_from=(reading.observed_s, track.last))
+    if reading.restarted and not phase.same_process(track.last, engine):
         return _begin(track, engine, reading)
+    if _returned(track, engine, reading.observed_s):
+        return replace(_begin(track, engine, reading), restarts=track.restarts)
     return _continue(track, engine, reading)
+
+
+def _returned(track: EngineTrack, engine: EngineState, now_s: float) -> bool:
+    if track.fell_from is None:
+        return False
+    at_s, before = track.fell_from
+    return now_s - at_s <= RETURN_S and not phase.counters_fell(before, engine)
 
 
 def _begin(before: EngineTrack | None, engine: EngineState, reading: Reading) -> EngineTrack:
@@ -102,6 +117,7 @@ def _continue(track: EngineTrack, engine: EngineState, reading: Reading) -> Engi
         moved_s=moved_s,
         stalled=liveness.stalled(last, engine, now_s - moved_s, limit_s),
         kv=_kv_forecast(track.kv, engine, usage, reading),
+        fell_from=track.fell_from,
     )
 
 
@@ -116,8 +132,8 @@ def signals(track: EngineTrack, reading: Reading) -> EngineSignals:
         engine=engine.engine,
         samples=track.samples,
         kv_usage_ratio=usage,
-        running=engine.scheduler.running,
-        waiting=engine.scheduler.waiting,
+        running=_requests(engine.scheduler.running),
+        waiting=_requests(engine.scheduler.waiting),
         waiting_rising=None if rise is None else rise > 0,
         preemptions_per_s=costs.preemptions_per_s,
         recompute_tax_ratio=costs.tax_ratio,
@@ -134,6 +150,11 @@ def signals(track: EngineTrack, reading: Reading) -> EngineSignals:
         stalled_for_s=now_s - track.moved_s if track.stalled else None,
         restarts_total=track.restarts,
     )
+
+
+def _requests(number: int | None) -> int | None:
+    """A number of requests; unknown where no server can have so many: nothing is decided on such a page."""
+    return None if number is None or number > MOST_REQUESTS else number
 
 
 def stale_signals(server: str, track: EngineTrack) -> EngineSignals:

@@ -19,8 +19,9 @@ History = tuple[tuple[float, Histogram], ...]
 
 
 def remember(history: History, now_s: float, histogram: Histogram | None, last: Histogram | None) -> History:
-    """Add one reading. A reset or another bucket layout starts a new history; so does an absent one."""
-    if histogram is None or len(histogram.counts) != len(histogram.bounds):
+    """Add one reading. A reset or another bucket layout starts a new history; so does an absent one, or one
+    that counts less than nothing."""
+    if histogram is None or not _counts(histogram):
         return ()
     if not history or last is None or _broke(histogram, last):
         return ((now_s, histogram),)
@@ -31,6 +32,12 @@ def remember(history: History, now_s: float, histogram: Histogram | None, last: 
         kept = kept[1:]
     # An unchanged histogram is kept once, so that an idle server costs no memory.
     return (*kept, (now_s, kept[-1][1] if kept[-1][1] == histogram else histogram))
+
+
+def _counts(histogram: Histogram) -> bool:
+    """Whether it can have been counted at all."""
+    counts = histogram.counts
+    return len(counts) == len(histogram.bounds) and histogram.count >= 0 and min(counts, default=0.0) >= 0
 
 
 def _broke(histogram: Histogram, last: Histogram) -> bool:

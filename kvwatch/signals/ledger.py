@@ -9,7 +9,7 @@ is read into any of it: a limit of MPS or of a server's settings is not a cap on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvwatch.model.gpu import GpuMemory, GpuProcess
@@ -61,11 +61,12 @@ def ledger(
     book = _Book(memory)
     if processes is not None:
         _enter_servers(book, processes, shares)
-        book.enter("engine_other", 0)
+        if _told_at_all([one for one, server in processes if server]):
+            book.enter("engine_other", 0)
         if host_pids:
-            book.enter("dead_process", _sum(one for one, _ in processes if one.alive is False))
-        others = (one for one, server in processes if not server and one.alive is not False and _known(one))
-        book.enter("other_process", _sum(others))
+            _enter_all(book, "dead_process", [one for one, _ in processes if one.alive is False])
+        others = [one for one, server in processes if not server and one.alive is not False and _known(one)]
+        _enter_all(book, "other_process", others)
     return book.close()
 
 
@@ -131,8 +132,15 @@ def _known(process: GpuProcess) -> bool:
     return process.alive is True or bool(process.command or process.name or process.cgroup)
 
 
-def _sum(processes: Iterable[GpuProcess]) -> int:
-    return sum(max(0, process.used_bytes or 0) for process in processes)
+def _told_at_all(processes: Sequence[GpuProcess]) -> bool:
+    """Whether what these hold may be stated: nothing where there are none, else one size at least."""
+    return not processes or any(process.used_bytes is not None for process in processes)
+
+
+def _enter_all(book: _Book, part: str, processes: Sequence[GpuProcess]) -> None:
+    """What is told of their sizes; where none is told the part is absent, since that is no 0."""
+    if _told_at_all(processes):
+        book.enter(part, sum(max(0, process.used_bytes or 0) for process in processes))
 
 
 def share_of(state: ServerState, gpus: int, uuid: str, agents: Sequence[AgentState]) -> Share:

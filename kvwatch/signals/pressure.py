@@ -23,6 +23,9 @@ from kvwatch.signals.series import due, increase
 
 WINDOW_S = 60.0
 SPACING_S = 1.0
+MOST_TOKENS_PER_S = 1e8
+"""No engine computes more: a faster growth is no rate, but a page that leapt."""
+
 RATE_INTERVAL_S = 1.0
 """Highest rates are taken over at least this: prompts are counted in lumps when their prefill ends."""
 
@@ -165,7 +168,8 @@ def _highest(track: PressureTrack, row: Row) -> tuple[Row, float | None, float |
 def _higher(highest: float | None, amount: float | None, took_s: float) -> float | None:
     if not amount:
         return highest
-    return max(highest or 0.0, amount / took_s)
+    rate = amount / took_s
+    return highest if rate > MOST_TOKENS_PER_S else max(highest or 0.0, rate)
 
 
 def pressure(track: PressureTrack) -> Pressure:

@@ -38,9 +38,13 @@ def thin(points: Points, most: int) -> Points:
     return points if stride <= 1 else points[::-1][::stride][::-1]
 
 
+MOST_GROWN = 1e12
+"""Between two readings no counter of tokens or requests grows by more: 10⁷ a second would take a day."""
+
+
 def increase(new: float | None, old: float | None) -> float | None:
-    """How far a counter grew; None when either end is unknown or it went back (a reset)."""
-    if new is None or old is None or not new >= old:
+    """How far a counter grew; None when either end is unknown, it went back (a reset) or leapt."""
+    if new is None or old is None or not 0.0 <= new - old < MOST_GROWN:
         return None
     return new - old
 

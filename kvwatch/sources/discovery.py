@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvwatch.sources.listening import Listener, Sockets, published
+from kvwatch.sources.listening import Listener, Sockets, is_port, published
 
 MAX_COMMAND = 4096
 MAX_PORTS = 4  # of one process whose command line does not say which is the right one
@@ -126,7 +126,7 @@ class Host:
         """Host, ports and problem of a server: where it says, else where it listens, else the default."""
         found = self.listeners(pid)
         wanted = [said] if said is not None else _likely(found, default)
-        if not wanted:
+        if not wanted or not all(map(is_port, wanted)):
             return None
         if self._sockets.elsewhere(pid):
             return self._published_at(pid, wanted)
@@ -158,7 +158,7 @@ def candidates(
     users: Iterable[int] = (),
     sockets: Sockets | None = None,
 ) -> list[Candidate]:
-    """One candidate per (kind, port): the first process, not the workers that it started.
+    """One candidate per (kind, URL): the first process, not the workers that it started.
 
     `patterns` maps an engine kind to regular expressions on the command line. A process without
     a port of its own below one that was recognised is a worker; any other uses the port it listens on,
@@ -170,16 +170,16 @@ def candidates(
     recognised = {
         pid: kind for pid, process in host.processes.items() if (kind := _kind_of(process.command, compiled))
     }
-    found: dict[tuple[str, int], Candidate] = {}
+    found: dict[tuple[str, str], Candidate] = {}
     for pid, kind in sorted(recognised.items()):
         candidate = _recognised(host, pid, kind, recognised)
         if candidate is not None:
-            found.setdefault((kind, candidate.port), candidate)
-    taken = {port for candidate in found.values() for port in candidate.ports}
+            found.setdefault((kind, candidate.url), candidate)
+    taken = {candidate.url_at(port) for candidate in found.values() for port in candidate.ports}
     for candidate in _gpu_users(host, sorted(set(users)), recognised):
-        if candidate.port not in taken:
-            taken.add(candidate.port)
-            found[UNKNOWN, candidate.port] = candidate
+        if candidate.url not in taken:
+            taken.add(candidate.url)
+            found[UNKNOWN, candidate.url] = candidate
     return list(found.values())
 
 
@@ -203,7 +203,7 @@ def _recognised(host: Host, pid: int, kind: str, recognised: Mapping[int, str]) 
     if said is None and any(each.pid in recognised for each in above):
         return None
     place = host.place(pid, int(said[1]) if said else None, DEFAULT_PORTS.get(kind))
-    if place is None or not all(0 < port < 65536 for port in place[1]):
+    if place is None:
         return None
     at, ports, problem = place
     return Candidate(pid=pid, kind=kind, ports=ports, command=process.command, host=at, problem=problem)

@@ -54,13 +54,16 @@ class Sockets:
         namespace = self._namespace(str(pid))
         if namespace is None:
             return None
-        if namespace not in self._tables:
-            self._tables[namespace] = self._table(pid)
+        table = self._tables.get(namespace)
+        if table is None:
+            table = self._table(pid)
+            if table is None:  # it has ended meanwhile: the next one of this namespace is asked
+                return None
+            self._tables[namespace] = table
         try:
             inodes = self._inodes(pid)
         except OSError:
             return None
-        table = self._tables[namespace]
         here = [table[inode] for inode in inodes & table.keys() if table[inode].port not in self._handed_out]
         return tuple(sorted(here, key=lambda one: one.port))
 
@@ -96,19 +99,21 @@ class Sockets:
                 found.add(target[8:-1])
         return frozenset(found)
 
-    def _table(self, pid: int) -> dict[str, Listener]:
-        """Listening sockets of a namespace by inode."""
+    def _table(self, pid: int) -> dict[str, Listener] | None:
+        """Listening sockets of a namespace by inode; None where neither table can be read."""
         found = {}
+        readable = False
         for name in ("tcp", "tcp6"):
             try:
                 lines = (self._proc / str(pid) / "net" / name).read_text().splitlines()[1:]
             except OSError:
                 continue
+            readable = True
             for line in lines:
                 fields = line.split()
                 if len(fields) > 9 and fields[3] == LISTEN:
                     found[fields[9]] = _listener(fields[1])
-        return found
+        return found if readable else None
 
 
 def _handed_out(proc: Path) -> range:
@@ -131,6 +136,12 @@ def published(commands: Iterable[str]) -> Mapping[tuple[str, int], int]:
     """Host ports by (container address, container port), from docker-proxy's command lines."""
     ports = {}
     for command in commands:
-        if found := _PROXY.search(command):
-            ports[found[3], int(found[4])] = int(found[2])
+        found = _PROXY.search(command)
+        if found and is_port(inside := int(found[4])) and is_port(outside := int(found[2])):
+            ports[found[3], inside] = outside
     return ports
+
+
+def is_port(number: int) -> bool:
+    """Whether this can be a port: what a command line says need not be one."""
+    return 0 < number < 65536

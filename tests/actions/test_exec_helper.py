@@ -236,6 +236,7 @@ def test_what_the_asker_could_change_is_not_trusted(tmp_path: Path, mine: str) -
         ([line(argv=[["/bin/true"]])], "argv"),
         ([line(argv=[])], "argv"),
         ([line(argv=["/bin/true\0"])], "argv"),
+        ([line(argv=["/bin/true\ud800"])], "argv"),
         ([line(argv=["x"] * 257)], "argv"),
         ([line(env={"LD_PRELOAD": "/tmp/x.so"})], "not in the hook contract"),
         ([line(env={"KVWATCH_REASON": "x" * 501})], "KVWATCH_REASON"),

@@ -118,6 +118,51 @@ def test_case_J1_counter_is_absent_with_expandable_segments() -> None:
     assert found.releasable_bytes == 2000 * MIB
 
 
+def test_case_J1_counter_is_absent_where_no_snapshot_was_taken() -> None:
+    """With too many blocks to look at, nobody knows whether segments are expandable: not told, not 0."""
+    blocks = [(512, "active_allocated")] * (torch_memory.SNAPSHOT_MAX_BLOCKS + 1)
+    cuda = Cuda([segment(blocks, expandable=True)])
+    _, found = read(memory(cuda))
+
+    assert cuda.snapshots == 0
+    assert found.inactive_bytes is None
+    assert found.reserved_bytes == 512 * len(blocks)
+
+
+def test_case_J1_counter_stays_absent_when_the_snapshot_is_old() -> None:
+    """Once segments were seen to be expandable, the counter is not told again with the blocks' age."""
+    cuda = Cuda(checkerboard(expandable=True))
+    reader = memory(cuda)
+    reader.read()
+    cuda.segments += [segment([(512, "active_allocated")] * 20_000, address=1 << 50, expandable=True)]
+    cuda.now_s += torch_memory.SNAPSHOT_STALE_S + 1
+    _, found = read(reader)
+
+    assert found.largest_allocatable_bytes is None
+    assert found.inactive_bytes is None
+
+
+def test_case_I4_private_pools_reach_the_daemon_apart() -> None:
+    """Free, reserved and what graphs keep in pools of their own arrive as three figures."""
+    cuda = Cuda([*checkerboard(), segment([(3 * GIB, "inactive")], address=1 << 50, pool=(0, 1))])
+    _, found = read(memory(cuda))
+
+    assert found.reserved_bytes == 4000 * MIB + 3 * GIB
+    assert found.private_bytes == 3 * GIB
+    assert found.releasable_bytes == 2000 * MIB
+
+
+@pytest.mark.parametrize("visible", ["3", "GPU-ab", "2,-1,0", "-1", ""])
+def test_case_C8_gpus_are_named_by_the_drivers_uuid_whatever_is_visible(
+    monkeypatch: pytest.MonkeyPatch, visible: str
+) -> None:
+    """Indices, short UUIDs and -1 in CUDA_VISIBLE_DEVICES are CUDA's to read: no sums with them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    uuid, _ = read(memory(Cuda(checkerboard())))
+
+    assert uuid == "GPU-0000-0"
+
+
 def test_fraction_caps() -> None:
     """A memory fraction set in the process bounds what can still be allocated."""
     cuda = Cuda(checkerboard(), free=70 * GIB)

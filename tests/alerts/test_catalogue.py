@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvwatch.catalogue.alerts import ALERTS, RUNBOOKS
+from kvwatch.exporters.prometheus import go_float
 from kvwatch.model.level import Level
 from kvwatch.rules.shipped import SPECS
 from tests.gen.expressions import LABELS, mistakes
@@ -34,6 +35,15 @@ NAMES = (
     "KvwatchGpuMissing",
     "KvwatchGpuXid",
 )
+MEMORIES = {  # every alert about memory, and which memory it must name
+    "KvwatchKvThrashing": "kv pool",
+    "KvwatchDeviceHeadroomLow": "device memory",
+    "KvwatchDeviceExhaustionSoon": "device memory",
+    "KvwatchDeadProcessMemory": "device memory",
+    "KvwatchAllocatorRetries": "allocator",
+    "KvwatchLargestAllocatableLow": "allocator",
+    "KvwatchFragmentationHigh": "allocator",
+}
 HEADINGS = (
     "## What it means",
     "## Is it urgent?",
@@ -106,6 +116,9 @@ def test_case_H16_memory_alerts_say_which_memory() -> None:
 
     assert "not an out-of-memory risk" in texts["KvwatchKvThrashing"].replace("\n", " ")
     assert "not the KV pool" in texts["KvwatchDeviceHeadroomLow"]
+    for name, memory in MEMORIES.items():
+        summary = next(a.summary for a in ALERTS if a.name == name)
+        assert memory in f"{summary} {texts[name]}".lower().replace("\n", " "), name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,6 +146,18 @@ def test_runbooks_show_series_that_exist(name: str) -> None:
             assert labels == LABELS[found[1]] - {"job", "instance"}, line
     for word in re.findall(r"`(kvwatch_\w+)`", text):
         assert word in LABELS, word
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runbooks_show_numbers_as_the_page_writes_them(name: str) -> None:
+    """What a runbook shows, and its commands look for, has the form that curl gets (`1`, not `1.0`)."""
+    text = (ROOT / "docs/runbooks" / f"{name}.md").read_text()
+    for line in text.splitlines():
+        if SAMPLE.match(line):
+            value = line.rpartition(" ")[2]
+            assert value == go_float(float(value)), line
+        if line.startswith("$ curl"):
+            assert not re.search(r" \d+\.0'", line), line
 
 
 def test_no_stray_runbook() -> None:

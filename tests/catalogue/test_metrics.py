@@ -314,6 +314,40 @@ def test_case_A4_total_is_used_free_and_reserved() -> None:
     assert (sample.uuid(5), "5") not in reserved
 
 
+def test_case_D4_a_value_that_is_no_longer_told_has_a_metric_of_its_own() -> None:
+    """What a source stops telling is named on the page, by itself, and a GPU that tells all has none."""
+    texts = ("power", "memory (the page lacks DCGM_FI_DEV_FB_RESERVED)", "memory")
+    state = dataclasses.replace(sample.gpu_state(7), capabilities_missing=texts)
+    report = sample.report(
+        gpus=(
+            GpuReport(state=state, signals=None, up=True, age_s=0.0),
+            GpuReport(state=sample.gpu_state(6), signals=None, up=True, age_s=0.0),
+        )
+    )
+
+    assert rows(report, "gpu_capability_missing") == {
+        (sample.uuid(7), "7", "memory"): 1.0,
+        (sample.uuid(7), "7", "power"): 1.0,
+    }
+
+
+def test_xids_are_counted_from_zero_unless_events_cannot_be_had() -> None:
+    """A driver without clock event reasons still reports Xids; one that refuses events, or MIG, does not."""
+    texts = {0: "nvmlDeviceGetCurrentClocksEventReasons", 1: "nvmlDeviceRegisterEvents", 2: "xid events (x)"}
+    gpus = [
+        dataclasses.replace(sample.gpu_state(i), capabilities_missing=(text,), xid_events_total=())
+        for i, text in texts.items()
+    ]
+    gpus.append(dataclasses.replace(sample.gpu_state(3), parent_uuid="GPU-p", xid_events_total=()))
+    report = sample.report(
+        gpus=tuple(GpuReport(state=state, signals=None, up=True, age_s=0.0) for state in gpus)
+    )
+
+    found = rows(report, "gpu_xid_events_total")
+    assert {uuid for uuid, _, _ in found} == {sample.uuid(0)}
+    assert set(found.values()) == {0}
+
+
 def test_case_A7_bandwidth_activity_is_never_called_memory_usage() -> None:
     """The share of time in which memory is busy is called bandwidth, and its help says what it is not."""
     spec = by_name("kvwatch_gpu_memory_bandwidth_utilization_ratio")

@@ -76,6 +76,20 @@ def test_check_tells_good_from_bad_from_unreadable(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("gcc")
+def test_check_names_mistakes_of_the_web_configuration_too(tmp_path: Path) -> None:
+    """What would keep the daemon from starting is found before, with the place in the file that it is in."""
+    web, main = tmp_path / "web.yml", tmp_path / "kvwatch.yml"
+    web.write_text("basic_auth_users:\n  prometheus: secret\n")
+    main.write_text(f"web: {{config_file: {web}}}\n")
+    ill = kvwatch("check", str(main), folder=tmp_path)
+    web.write_text("http_server_config: {http2: false}\n")
+    well = kvwatch("check", str(main), folder=tmp_path)
+
+    assert ill.returncode == 1
+    assert ill.stderr.startswith(f"{web}:2:3: basic_auth_users.prometheus: is no bcrypt hash")
+    assert (well.returncode, well.stderr) == (0, "")
+
+
 def test_probe_sees_the_gpus_and_writes_a_configuration_that_checks(
     tmp_path: Path, fake: dict[str, str]
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvwatch.model.action import ActionRequest, EventKind, Limit, Outcome
 from kvwatch.model.level import Level, Reason
 from kvwatch.model.settings import Mode
-from tests.control.world import EXEC, HTTP, LEASE, Page, World, full, stop_verdict, target, world
+from tests.control.world import EXEC, HTTP, LEASE, Agent, Page, World, full, stop_verdict, target, world
 
 
 def limited(*, via: tuple[object, ...] = (LEASE,)) -> World:
@@ -371,3 +371,25 @@ def test_what_control_remembers_does_not_grow() -> None:
     state = w.state.targets["chat"]
     assert len(state.moves) <= 65
     assert len(state.touched) <= 1
+
+
+@pytest.mark.parametrize(
+    ("agent", "warned"),
+    [
+        (None, True),
+        (Agent(), False),
+        (Agent(limits="unknown version"), True),
+        (Agent(talking=False), True),
+    ],
+    ids=["no agent", "obeys", "refuses", "silent"],
+)
+def test_a_lease_that_nobody_reads_is_told(agent: Agent | None, warned: bool) -> None:
+    """Writing the file always succeeds; whether a server obeys it only its agent says."""
+    w = world(page=full())
+    w.agent = agent
+    w.run(45)
+    told = [message for message in w.events if "what the last move did" in message]
+
+    assert w.in_force()
+    assert told
+    assert all(("no agent of chat" in message) is warned for message in told)

@@ -146,6 +146,33 @@ def test_memory_says_what_grew_and_who_holds_it() -> None:
     assert "process 100 (vllm) of chat holds 140 GiB" in said
 
 
+def test_the_sentence_names_an_xid_once() -> None:
+    """What the alert says and what the rule says of an Xid become one clause."""
+    report = Host().run(5)[-1]
+    gpu = report.gpus[0]
+    report = replace(report, gpus=(replace(gpu, state=replace(gpu.state, last_xid=79)),))
+    verdict = Verdict(
+        rule=RuleId.GPU_XID,
+        scope=Scope(uuid=gpu.state.uuid, gpu="0"),
+        level=Level.RED,
+        since_s=0.0,
+        since_wall_s=0.0,
+        pages=True,
+        detail="Xid 79: the GPU has fallen off the bus",
+    )
+
+    assert cause(report, verdict, NOTHING).endswith("reported Xid 79: the GPU has fallen off the bus.")
+    assert cause(report, verdict, NOTHING).count("Xid") == 1
+
+
+def test_a_question_at_the_end_gets_no_full_stop() -> None:
+    """A rule's detail may be a question; the sentence then ends with it."""
+    report = sample.report()
+    verdict = replace(red(RuleId.SERVER_STALLED, report), rule=RuleId.SERVER_STALLED, detail="is it paused?")
+
+    assert cause(report, verdict, NOTHING).endswith("is it paused?")
+
+
 def test_events_of_the_shell_are_numbered_with_the_others() -> None:
     """An event that the core did not find takes the next number, and the core goes on after it."""
     host = Host()

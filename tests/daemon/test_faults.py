@@ -263,6 +263,22 @@ def test_sixty_four_servers_that_are_not_there(tmp_path: Path) -> None:
         assert daemon.stop() == 0
 
 
+def test_a_reload_of_the_gpus_forgets_no_xid(host: Host) -> None:
+    """Another source reads the GPUs from then on: events counted before stay counted, and the alarm stays."""
+    with host.daemon() as daemon:
+        wait_for_gpus(daemon)
+        host.gpus.xid(0, 79).write()
+        daemon.until(lambda: daemon.level("gpu_xid", gpu="0") == 2, PATIENCE_S, "the alarm")
+        write(daemon.config, NVML.replace("source: nvml", "source: nvml, peak_window: 30s"))
+        first = host.workers()
+        daemon.signal(signal.SIGHUP)
+        daemon.until(lambda: host.workers() and host.workers() != first, PATIENCE_S, "another source")
+        wait_for_gpus(daemon)
+
+        assert daemon.metrics().get("kvwatch_gpu_xid_events_total", gpu="0", xid="79") == 1
+        assert daemon.level("gpu_xid", gpu="0") == 2
+
+
 def test_a_reload_that_moves_every_server_shows_nothing_of_the_old_ones(tmp_path: Path) -> None:
     """A name that gets another address never shows the old address's figures again."""
     with PageServer() as old, PageServer() as new:

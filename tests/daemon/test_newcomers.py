@@ -7,6 +7,8 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
 from kvwatch.daemon.newcomers import GONE_S, LOOK_EVERY_S, MAX_FOUND, Newcomers, merged
 from kvwatch.model.level import Level
 from kvwatch.model.report import ServerReport, TickClock, TickReport
@@ -93,7 +95,7 @@ def test_a_reload_voids_the_look_under_way() -> None:
     host.gate.clear()
     newcomers = Newcomers(host, 0.0)
     newcomers.follow(report(), [], LOOK_EVERY_S)
-    newcomers.forget()
+    newcomers.reloaded([], [])
     host.gate.set()
     ended(newcomers)
 
@@ -125,6 +127,36 @@ def test_a_place_that_changed_its_kind_is_told_by_the_new_one() -> None:
 
     assert merged([old], [new], ()) == (new,)
     assert merged([new], [new], ()) == (new,)
+
+
+def test_two_that_name_the_same_place_are_one() -> None:
+    """Any user can start a process whose command line names somebody else's port: what answers there is
+    watched once, and stays what it was."""
+    one, other = server(8000), server(8000, "nim")
+
+    assert merged([], [one, other], ()) == (one,)
+    assert merged([one], [other, one], ()) == (one,)
+
+
+def test_a_reload_without_a_file_keeps_who_was_found() -> None:
+    """A server too busy to answer just then keeps its place and its history; what a file named goes."""
+    busy, new, named = server(8000), server(8001), server(8002, configured=True)
+
+    assert Newcomers(Host(), 0.0).reloaded([busy, named], [new]) == (busy, new)
+    assert Newcomers(Host(active=False), 0.0).reloaded([busy], [named]) == (named,)
+
+
+def test_what_has_no_room_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Hundreds of servers without a place fill no log, look after look."""
+    host = Host([server(port) for port in range(8000, 8000 + MAX_FOUND + 100)])
+    newcomers, servers = Newcomers(host, 0.0), tuple[ServerSettings, ...]()
+    for second in range(1, 5):
+        servers = newcomers.follow(report(), servers, second * LOOK_EVERY_S)
+        ended(newcomers)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    assert len(servers) == MAX_FOUND
+    assert [text.split()[0] for text in told] == ["100"]
 
 
 def test_there_is_room_for_so_many() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import subprocess
 import threading
@@ -215,21 +214,29 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(shelf_module, "READ_S", 0.2)
     folder = tmp_path / "evidence"
     folder.mkdir()
-    os.mkfifo(folder / f"{called(0)}.json")  # opening it hangs, like a file on a dead mount
-    shelf = Shelf(folder)
+    (folder / f"{called(0)}.json").write_text("old")
+    shelf, begun, back = Shelf(folder), threading.Event(), threading.Event()
+
+    def hang() -> bytes:
+        """The thread waits in here as it would for a file on a dead mount."""
+        begun.set()
+        back.wait(20)
+        return b"back"
+
+    shelf.put(called(1), hang)
+    assert begun.wait(20)
     with pytest.raises(TimeoutError):
-        shelf.read(called(0))
-    for number in range(MAX_JOBS + 5):
+        shelf.read(called(0))  # takes one place
+    for number in range(MAX_JOBS + 4):
         shelf.put(called(number + 1), lambda: b"x")
     assert shelf.tally().dropped_total == 5
     with pytest.raises(TimeoutError, match="does not answer"):
         shelf.read(called(0))
 
-    with (folder / f"{called(0)}.json").open("wb") as pipe:  # the disk answers again
-        pipe.write(b"back")
+    back.set()  # the disk answers again
     until(lambda: len(shelf.names()) == MAX_FILES, "the work to be done")
     settled(shelf)
-    assert shelf.read(called(MAX_JOBS)) == b"x"
+    assert shelf.read(called(MAX_JOBS - 1)) == b"x"
     shelf.close()
 
 

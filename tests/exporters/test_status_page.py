@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvwatch.exporters import web_routes
 from kvwatch.model.report import Event, TickReport
+from kvwatch.rules.shipped import SPECS
+from kvwatch.rules.spec import Unit
 from tests.exporters import sample
 from tests.exporters.serve import FixedProvider, serving
 
@@ -50,6 +53,17 @@ def browse(report: TickReport | None, tmp_path: Path) -> tuple[str, str]:
             check=True,
         )
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def test_the_page_shows_each_rule_in_its_own_unit() -> None:
+    """A state or a count is shown as a plain number, never as seconds; every other rule in its unit."""
+    script = (web_routes.ASSETS / "status.js").read_text(encoding="utf-8")
+    block = script.partition("const UNIT = {")[2].partition("}")[0]
+    shown = dict(re.findall(r'(\w+): "(\w+)"', block))
+    words = {Unit.RATIO: "ratio", Unit.SECONDS: "s", Unit.BYTES: "bytes", Unit.PER_MINUTE: "per_min"}
+    wanted = {spec.rule.value: words[spec.unit] for spec in SPECS if spec.unit in words}
+
+    assert shown == wanted | {"latency_slo": "times"}
 
 
 @pytest.mark.needs("chromium")

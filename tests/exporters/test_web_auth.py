@@ -100,7 +100,7 @@ def test_a_flood_of_wrong_passwords_does_not_delay_a_known_one() -> None:
             for i, sock in enumerate(flood):
                 sock.sendall(request("/metrics", Authorization=basic("alice", f"guess {i}")))
             assert ask(server, "/metrics", Authorization=good).status == 200
-            assert server._unchecked.qsize() > 0  # the guesses still wait
+            assert server._guard.unchecked.qsize() > 0  # the guesses still wait
             statuses = [read_answer(sock).status for sock in flood]
 
     assert set(statuses) == {401, 503}

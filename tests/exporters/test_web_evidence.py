@@ -209,12 +209,17 @@ def test_a_disk_that_fails_and_a_file_that_is_damaged() -> None:
     late = get(provider, f"/evidence/{found['id']}")
     provider.shelf.failure = None
     damaged = []
-    for data in (b"{", b"[]", b"{}", b'"x"', b"[" * 100_000, dumps({**found, "curve": {"t_s": 3}})):
+    hollow = {**found["curve"], "t_s": []}  # type: ignore[dict-item]
+    for data in (
+        *(b"{", b"[]", b"{}", b'"x"', b"[" * 100_000, dumps({**found, "curve": {"t_s": 3}})),
+        *(json.dumps({**found, "wall_s": at}).encode() for at in (1e300, 1e17, float("inf"))),
+        json.dumps({**found, "after": {"t_s": [], "curve": {"t_s": [1.0, 2.0]}}, "curve": hollow}).encode(),
+    ):
         provider.shelf.pieces[str(found["id"])] = data
         damaged.append(get(provider, f"/evidence/{found['id']}").status)
 
     assert (late.status, b"does not answer" in late.body) == (503, True)
-    assert damaged == [500] * 6
+    assert damaged == [500] * 10
 
 
 def test_only_get_and_head() -> None:

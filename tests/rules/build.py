@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvwatch.model.gpu import GpuHealth, GpuMemory, GpuState, HostGpus
-from kvwatch.model.level import RuleId, Verdict
+from kvwatch.model.level import Level, RuleId, Verdict
 from kvwatch.model.report import Snapshot, TickClock
 from kvwatch.model.sample import Sample, SourceStatus
 from kvwatch.model.server import (
@@ -30,6 +30,7 @@ from kvwatch.rules.evaluate import RulesState, complete, evaluate
 from kvwatch.rules.memory import Memory, remember
 from kvwatch.rules.views import Freshness, gpu_states, look
 
+G, Y, R, U = Level.GREEN, Level.YELLOW, Level.RED, Level.UNKNOWN
 FREE = Semantics(evictable=Evictable.FREE, basis=Basis.OCCUPANCY)
 TOTAL = 140 * GIB
 UUID = "GPU-1"

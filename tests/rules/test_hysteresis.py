@@ -11,13 +11,12 @@ from kvwatch.model.settings import RuleSettings
 from kvwatch.rules import hysteresis
 from kvwatch.rules.hysteresis import LevelState
 from kvwatch.rules.shipped import BY_RULE
-from tests.rules.build import clock
+from tests.rules.build import G, R, U, Y, clock
 
 RATIO = BY_RULE[RuleId.KV_USAGE]
 BYTES_LOW = BY_RULE[RuleId.DEVICE_HEADROOM]
 RETRIES = BY_RULE[RuleId.ALLOC_RETRIES]
 SETTINGS = RuleSettings(yellow=0.70, red=0.95, hold_s=30.0)
-G, Y, R, U = Level.GREEN, Level.YELLOW, Level.RED, Level.UNKNOWN
 
 
 def walk(

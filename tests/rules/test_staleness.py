@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwatch.model.level import Level, Reason, RuleId, Scope
+from kvwatch.model.level import Reason, RuleId, Scope
 from kvwatch.model.settings import OnStale, RuleSettings
 from kvwatch.rules import hysteresis, staleness
 from kvwatch.rules.hysteresis import LevelState
 from kvwatch.rules.shipped import BY_RULE
 from kvwatch.rules.spec import Reading
-from tests.rules.build import clock
+from tests.rules.build import G, R, U, clock
 
 SPEC = BY_RULE[RuleId.RECOMPUTE_TAX]
-G, Y, R, U = Level.GREEN, Level.YELLOW, Level.RED, Level.UNKNOWN
 
 
 def reading(value: float | None = None, absent: Reason | None = None) -> Reading:

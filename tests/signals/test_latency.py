@@ -10,6 +10,15 @@ from kvwatch.signals.latency import QUANTILES, between
 from tests.signals.build import Run, engine, histogram
 
 
+def test_what_counts_less_than_nothing_is_no_base() -> None:
+    """A page with negative counts between two good ones: their history is not taken for one second's."""
+    run = Run()
+    run.page(1000.0, engine(ttft=histogram(0, 100, 100, count=100)))
+    run.page(1001.0, engine(ttft=histogram(-5, -5, -5, count=-5)))
+
+    assert run.page(1002.0, engine(ttft=histogram(0, 100, 100, count=100))).ttft is None
+
+
 def test_quantiles_are_linear_within_a_bucket() -> None:
     """Ten observations in (0.1, 0.5] and ten in (0.5, 1.0]: p50 is 0.5, p95 0.95, p99 0.99."""
     base = histogram(5, 5, 5, count=5)

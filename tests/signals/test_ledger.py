@@ -118,10 +118,10 @@ def test_v1_has_no_reserved_part() -> None:
 
 
 def test_unreported_process_size_is_unattributed() -> None:
-    """A process without a reported size takes nothing: its memory is in the coarser part."""
+    """A process without a reported size has no part, not even of 0: its memory is in the coarser one."""
     parts = _parts(_of({}, gpu(1000.0, 10 * GIB, [process(1, None), process(2, 4 * GIB, "x")])))
 
-    assert parts["engine_other"] == 0
+    assert "engine_other" not in parts
     assert parts["other_process"] == 4 * GIB
     assert parts["unattributed"] == 6 * GIB
 
@@ -271,7 +271,24 @@ def test_case_F3_pid_that_does_not_resolve_is_unknown_not_zero() -> None:
     signals = _of({}, gpu(1000.0, 8 * GIB, [ghost, silent]))
 
     assert [(one.pid, one.used_bytes) for one in signals.holders or ()] == [(1, 3 * GIB), (2, None)]
-    assert signals.dead_process_bytes in (0, None)
+    assert signals.dead_process_bytes == 0
+
+
+def test_case_F3_a_size_that_is_not_told_is_no_part_of_0() -> None:
+    """A dead, another's and a server's process without a size: none of these parts is stated as 0."""
+    dead = process(7, None, "", name="", alive=False)
+    other = process(8, None, "python train.py")
+    own = process(9, None)
+    silent = _of({}, gpu(1000.0, 8 * GIB, [dead, other, own]))
+    partly = _of({}, gpu(1000.0, 8 * GIB, [dead, replace(dead, pid=6, used_bytes=GIB)]))
+
+    assert silent.dead_process_bytes is None
+    assert _parts(silent) == {
+        "driver_reserved": 512 * MIB,
+        "free": 80 * GIB - 8 * GIB - 512 * MIB,
+        "unattributed": 8 * GIB,
+    }
+    assert partly.dead_process_bytes == GIB
 
 
 def test_case_F6_managed_memory_is_unattributed() -> None:

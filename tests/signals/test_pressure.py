@@ -41,6 +41,36 @@ def test_tax_is_recomputed_tokens_over_the_highest_prompt_rate() -> None:
     assert last.recomputed_tokens_ratio == pytest.approx(500 / 900)
 
 
+@pytest.mark.parametrize("leap", [10**9, 10**15, 10**17])
+def test_a_leap_that_no_engine_makes_is_no_rate(leap: int) -> None:
+    """A page that leaps once neither makes a server red at that moment nor, as the highest rate ever seen,
+    keeps its tax at nothing for ever."""
+
+    def at(second: int) -> EngineState:
+        more = leap if second >= 20 else 0
+        return engine(
+            1.0,
+            slots=16000,
+            running=16,
+            preemptions=second + (more if leap > 10**12 else 0),
+            prompt=min(second, 10) * 10000 + more,
+            generation=second * 400,
+        )
+
+    run = Run()
+    shares = [run.page(1000.0 + second, at(second)).recompute_tax_ratio or 0.0 for second in range(121)]
+
+    assert max(shares) <= 0.0501
+    assert shares[-1] == pytest.approx(0.05)
+
+
+def test_numbers_that_no_server_has_are_unknown() -> None:
+    """A billion requests running or waiting: nothing is decided on such a page."""
+    last = Run().page(1000.0, engine(running=10**17, waiting=10**9))
+
+    assert (last.running, last.waiting) == (None, None)
+
+
 def test_share_of_tokens_is_not_share_of_time() -> None:
     """A decode-heavy server that recomputes two thirds of its tokens spends a tenth of its time on it."""
 
@@ -111,6 +141,21 @@ def test_restart_begins_the_window_anew_and_is_counted() -> None:
 
     assert (reset.samples, reset.restarts_total, reset.recompute_tax_ratio) == (1, 1, None)
     assert (later.samples, later.preemptions_per_s, later.prompt_tokens_per_s) == (2, 0.0, 10.0)
+
+
+def test_two_servers_at_one_url_cost_nothing() -> None:
+    """Behind a balancer the pages of two replicas take turns: the leap between them is nobody's work."""
+    run, busy, idle = Run(), 4_000, 10
+    told = []
+    for turn in range(12):
+        base = busy if turn // 2 % 2 else idle
+        page = engine(1.0, preemptions=base + turn, prompt=1000 * base + 100 * turn, generation=100 * base)
+        told.append(run.page(1000.0 + turn, page))
+    shown = told[5:]  # the first leap up is not known for what it is before the first fall
+
+    assert {one.samples for one in shown} == {1, 2}
+    assert {one.preemptions_per_s for one in shown} == {None, 1.0}
+    assert max(one.recompute_tax_ratio or 0.0 for one in shown) < 1.0
 
 
 def test_highest_rate_survives_a_restart_but_not_another_model() -> None:

@@ -80,7 +80,14 @@ def test_figures_are_shown(daemon: Daemon, speaker: Speaker) -> None:
 
 
 def test_case_I6_rules_judge_by_the_allocator_alone(daemon: Daemon, speaker: Speaker) -> None:
-    """Retries, a small largest block and hard fragmentation raise their rules; one sample raises none."""
+    """Retries, a small largest block and hard fragmentation raise their rules; one sample raises none.
+
+    Before an agent has spoken there is neither a figure nor a verdict, since nothing else can tell.
+    """
+    rules = ("alloc_retries", "largest_allocatable", "allocator_fragmentation")
+    before = daemon.metrics()
+    assert [name for name, _, _ in before.samples if name.startswith("kvwatch_allocator_")] == []
+    assert [before.get("kvwatch_rule_level", rule=rule, server="chat") for rule in rules] == [None] * 3
     bad = {
         "largest_allocatable_bytes": 512 * MIB,
         "fragmentation_hard_ratio": 0.4,
@@ -94,10 +101,8 @@ def test_case_I6_rules_judge_by_the_allocator_alone(daemon: Daemon, speaker: Spe
         speaker.say(allocator(num_alloc_retries=30, **bad))
         time.sleep(0.3)
         page = daemon.metrics()
-        return [
-            page.get("kvwatch_rule_level", rule=rule, server="chat", engine="0")
-            for rule in ("alloc_retries", "largest_allocatable", "allocator_fragmentation")
-        ] == [2, 2, 1]
+        seen = [page.get("kvwatch_rule_level", rule=rule, server="chat", engine="0") for rule in rules]
+        return seen == [2, 2, 1]
 
     daemon.until(levels, 10, "the three rules")
 

@@ -119,6 +119,38 @@ def proc(tmp_path: Path) -> Proc:
 VLLM = "python -m vllm.entrypoints.openai.api_server"
 
 
+def test_the_same_port_on_both_loopbacks_is_two_servers(proc: Proc) -> None:
+    """One on 127.0.0.1 and one on [::1]: neither hides the other."""
+    proc.add(10, "0100007F:1F40")
+    proc.add(11, "00000000000000000000000001000000:1F40")
+    found = candidates(
+        PATTERNS, [process(10, f"{VLLM} --port 8000"), process(11, VLLM)], sockets=proc.sockets()
+    )
+
+    assert [one.url for one in found] == ["http://127.0.0.1:8000", "http://[::1]:8000"]
+
+
+def test_a_process_that_ends_during_a_look_spoils_it_for_nobody(proc: Proc) -> None:
+    """Its tables cannot be read any more; those of the next process are the same namespace's."""
+    proc.add(10)
+    proc.add(11, "0100007F:2260")
+    for name in ("tcp", "tcp6"):
+        (proc.root / "10/net" / name).unlink(missing_ok=True)
+    found = candidates(PATTERNS, [process(10, VLLM), process(11, VLLM)], sockets=proc.sockets())
+
+    assert [one.url for one in found if one.pid == 11] == ["http://127.0.0.1:8800"]
+
+
+def test_a_port_that_nobody_can_have_is_not_asked(proc: Proc) -> None:
+    """Whoever calls itself docker-proxy may say any number."""
+    proc.add(10, "00000000:1F40", namespace=2)
+    proxy = "docker-proxy -proto tcp -host-ip 0.0.0.0 -host-port 99999 -container-ip 172.17.0.2 "
+    seen = [process(10, "python my_model.py"), process(9, f"{proxy}-container-port 8000")]
+    found = candidates(PATTERNS, seen, users=[10], sockets=proc.sockets())
+
+    assert [one.port for one in found if not one.problem] == []
+
+
 def test_every_engine_has_a_default_port() -> None:
     """Whatever can be recognised by its command line can be asked when that tells no port."""
     assert set(DEFAULT_PORTS) == set(registry.kinds()) - {"auto", "mapped"}

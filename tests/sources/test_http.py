@@ -16,26 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwatch.model.sample import FailureKind
-from kvwatch.model.settings import AuthSettings, TlsSettings
 from kvwatch.sources.base import SourceError
-from kvwatch.sources.http import Deadline, HttpClient, HttpStatusError, Response, parse_json, parse_url
-from tests.sources.loopback import Peer, always, answer, certificate, server_context, serving
-
-PLENTY_S = 5.0
-
-
-def get(url: str, path: str = "/metrics", total_s: float = PLENTY_S, **options: object) -> Response:
-    client = HttpClient(url, **options)  # type: ignore[arg-type]
-    try:
-        return client.get(path, deadline=Deadline(total_s))
-    finally:
-        client.close()
-
-
-def failure(url: str, total_s: float = PLENTY_S, **options: object) -> tuple[FailureKind, str]:
-    with pytest.raises(SourceError) as caught:
-        get(url, total_s=total_s, **options)
-    return caught.value.failure.kind, caught.value.failure.message
+from kvwatch.sources.http import Deadline, HttpClient, HttpStatusError, parse_url
+from tests.sources.asking import PLENTY_S, failure, get
+from tests.sources.loopback import Peer, always, answer, serving
 
 
 def test_body_by_length_by_chunks_and_to_the_end() -> None:
@@ -302,110 +286,6 @@ def test_ipv6_and_localhost() -> None:
         assert get(f"http://localhost:{server.port}").body == b"four"
 
 
-def test_bearer_token_is_read_again_when_its_file_changes(tmp_path: Path) -> None:
-    """A rotated token is used at the next poll, without a restart."""
-    seen: list[bytes] = []
-
-    def look(peer: Peer) -> None:
-        while request := peer.request():
-            seen.append(request)
-            peer.send(answer(b"x"))
-
-    token = tmp_path / "token"
-    token.write_text("first\n")
-    with serving(look) as server:
-        client = HttpClient(server.url, auth=AuthSettings(bearer_file=str(token)))
-        client.get("/", deadline=Deadline(PLENTY_S))
-        token.write_text("second-one\n")
-        client.get("/", deadline=Deadline(PLENTY_S))
-        client.close()
-
-    assert b"Authorization: Bearer first\r\n" in seen[0]
-    assert b"Authorization: Bearer second-one\r\n" in seen[1]
-
-
-def test_basic_auth_is_sent(tmp_path: Path) -> None:
-    """User and password file become a Basic header (the example of RFC 7617)."""
-    seen: list[bytes] = []
-
-    def look(peer: Peer) -> None:
-        seen.append(peer.request())
-        peer.send(answer(b"x"))
-
-    password = tmp_path / "password"
-    password.write_text("open sesame\n")
-    with serving(look) as server:
-        get(server.url, auth=AuthSettings(user="Aladdin", password_file=str(password)))
-
-    assert b"Authorization: Basic QWxhZGRpbjpvcGVuIHNlc2FtZQ==\r\n" in seen[0]
-
-
-def test_missing_or_unusable_secret_is_an_error_without_the_secret(tmp_path: Path) -> None:
-    """A secret that cannot be used names its file, never its content, and nothing is sent."""
-    bad = tmp_path / "bad"
-    bad.write_text("s3cret\r\nX-Injected: yes")
-    with serving(always(answer(b"x"))) as server:
-        for path in (tmp_path / "missing", bad):
-            kind, message = failure(server.url, auth=AuthSettings(bearer_file=str(path)))
-            assert kind is FailureKind.UNAUTHORISED
-            assert str(path) in message
-            assert "s3cret" not in message
-        assert server.connections == 0
-
-
-def test_secret_that_a_server_echoes_is_hidden(tmp_path: Path) -> None:
-    """An error page that repeats our credentials does not carry them into logs."""
-    token = tmp_path / "token"
-    token.write_text("s3cret-t0ken")
-    with serving(always(answer(b"bad token: Bearer s3cret-t0ken", "500 Oops"))) as server:
-        message = failure(server.url, auth=AuthSettings(bearer_file=str(token)))[1]
-
-    assert "bad token" in message
-    assert "s3cret" not in message
-
-
-def test_tls_needs_the_authority(tmp_path: Path) -> None:
-    """A certificate is verified: accepted with its authority, refused without, and skipped only when told."""
-    cert, key = certificate(tmp_path, "localhost")
-    with serving(always(answer(b"x")), tls=server_context(cert, key)) as server:
-        assert get(server.url, tls=TlsSettings(ca_file=str(cert))).body == b"x"
-        assert get(server.url, tls=TlsSettings(insecure_skip_verify=True)).body == b"x"
-        kind, message = failure(server.url)
-
-    assert kind is FailureKind.TLS
-    assert "ca_file" in message
-
-
-def test_tls_with_another_name(tmp_path: Path) -> None:
-    """A certificate for another name is refused, and accepted when that name is configured."""
-    cert, key = certificate(tmp_path, "engine.example")
-    with serving(always(answer(b"x")), tls=server_context(cert, key)) as server:
-        assert failure(server.url, tls=TlsSettings(ca_file=str(cert)))[0] is FailureKind.TLS
-        named = TlsSettings(ca_file=str(cert), server_name="engine.example")
-        assert get(server.url, tls=named).body == b"x"
-
-
-def test_tls_and_plain_http_are_told_apart(tmp_path: Path) -> None:
-    """https to a plain port and http to a TLS port each say what to write instead."""
-    cert, key = certificate(tmp_path, "localhost")
-    with serving(always(b"HTTP/1.1 400 Bad\r\n\r\n")) as plain:
-        kind, _ = failure(plain.url.replace("http:", "https:"), total_s=1)
-        assert kind in (FailureKind.TLS, FailureKind.TIMED_OUT)
-    with serving(always(answer(b"x")), tls=server_context(cert, key)) as server:
-        assert failure(server.url.replace("https:", "http:"))[0] in (FailureKind.TLS, FailureKind.BROKEN)
-
-
-def test_tls_files_that_are_no_pem(tmp_path: Path) -> None:
-    """Unusable certificate files are a TLS error that names them."""
-    junk = tmp_path / "junk.pem"
-    junk.write_text("nothing")
-    with serving(always(answer(b"x"))) as server:
-        kind, message = failure(server.url.replace("http:", "https:"), tls=TlsSettings(ca_file=str(junk)))
-
-    assert kind is FailureKind.TLS
-    assert str(junk) in message
-
-
 @pytest.mark.parametrize(
     "url",
     ["ftp://x", "127.0.0.1:80", "http://u:p@x", "http://x:99999", "http://x?y", "http://x:0", "http://"],
@@ -444,50 +324,6 @@ def test_no_thread_or_descriptor_is_left_behind() -> None:
                 get(server.url, total_s=1)
 
     assert count() == before
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"[" * 100_000, b'{"a":' * 100, b'["\\"[[[", ' * 70 + b"1", b"[{" * 40],
-    ids=["flat", "objects", "mixed", "both"],
-)
-def test_deep_json_is_refused_before_parsing(body: bytes) -> None:
-    """Nesting over the cap is TOO_LARGE, whatever stands around it."""
-    with pytest.raises(SourceError) as caught:
-        parse_json(body)
-    assert caught.value.failure.kind is FailureKind.TOO_LARGE
-
-
-def test_brackets_in_strings_are_no_depth() -> None:
-    """Text that has brackets and escaped quotes does not count as nesting."""
-    assert parse_json(b'["' + b'\\"[{' * 500 + b'", NaN, Infinity]') == ['"[{' * 500, None, None]
-
-
-def test_unclosed_string_costs_linear_time() -> None:
-    """A megabyte of escaped quotes without an end is refused at once."""
-    with pytest.raises(SourceError) as caught:
-        parse_json(b'["' + b'\\"' * 500_000)
-    assert caught.value.failure.kind is FailureKind.MALFORMED
-
-
-@given(
-    value=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(),
-        lambda x: st.lists(x) | st.dictionaries(st.text(), x),
-    )
-)
-def test_json_reads_back(value: object) -> None:
-    """What json writes is read back, at any allowed depth."""
-    import json
-
-    assert parse_json(json.dumps(value).encode()) == value
-
-
-@given(body=st.binary(max_size=200))
-def test_any_bytes_as_json(body: bytes) -> None:
-    """Any bytes give a value or a SourceError."""
-    with contextlib.suppress(SourceError):
-        parse_json(body)
 
 
 def test_client_imports_neither_ssl_nor_the_http_package() -> None:

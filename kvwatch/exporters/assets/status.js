@@ -14,7 +14,7 @@ const PARTS = {
 const UNIT = {
   kv_usage: "ratio", recompute_tax: "ratio", latency_slo: "times", device_headroom: "bytes", device_exhaustion: "s",
   alloc_retries: "per_min", largest_allocatable: "bytes", allocator_fragmentation: "ratio", kv_block_waste: "ratio",
-  dead_process_memory: "bytes", server_stalled: "s", server_down: "s", source_stale: "s",
+  dead_process_memory: "bytes",
 };
 const REASON = {
   below: "within its thresholds", crossed: "at or beyond the threshold", capped: "beyond it, but what else red needs does not hold",
@@ -261,7 +261,7 @@ function engineBlock(server, engine, rules) {
       ["Tokens recomputed", percent(engine.recomputed_tokens_ratio)],
       ["Preemptions", known(engine.preemptions_per_s) ? `${engine.preemptions_per_s.toFixed(1)} /s` : null],
       ["KV full in", exhaustion(engine.forecast), coverage(engine.forecast)],
-      ["Blocks", known(engine.kv.num_blocks) ? `${count(engine.kv.num_blocks)} of ${engine.kv.block_size_tokens ?? "?"} tokens` : null],
+      ["Blocks", known(engine.kv.num_blocks) ? `${count(engine.kv.num_blocks)} × ${engine.kv.block_size_tokens ?? "?"} tokens` : null],
       ["Demand", percent(engine.demand_ratio), "used and waiting, as a share of the pool"],
       ["Block waste", engine.waste ? `${percent(engine.waste.ratio)} (${engine.waste.method})` : null],
       ["Tokens in, out", known(engine.generation_tokens_per_s) ? `${count(engine.prompt_tokens_per_s) ?? "?"}, ${count(engine.generation_tokens_per_s)} /s` : null],

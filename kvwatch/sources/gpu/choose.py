@@ -22,6 +22,7 @@ from kvwatch.model.settings import GpuSettings, GpuSourceKind
 from kvwatch.sources.base import Source, SourceError
 from kvwatch.sources.gpu.dcgm import DcgmSource, find_bindings, reachable
 from kvwatch.sources.gpu.nvml import NvmlSource
+from kvwatch.sources.gpu.nvml_view import XidLogs
 
 log = logging.getLogger(__name__)
 NVML_SIGNS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg", "/dev/nvgpu")
@@ -56,15 +57,19 @@ def create(
     state_dir: Path,
     tick_s: float = 0.2,
     patience: Patience = Patience(),
+    xids: XidLogs | None = None,
 ) -> Source[HostGpus]:
-    """The source that the settings name. Starts no process; raises ValueError for `none`."""
+    """The source that the settings name. Starts no process; raises ValueError for `none`.
+
+    `xids` keeps the Xid events where a later source shall know of them.
+    """
     if settings.source is GpuSourceKind.NONE:
         raise ValueError("gpus.source is none: there is no source to make")
     if settings.source is GpuSourceKind.DCGM:
         return _dcgm(settings, runtime_dir, state_dir)
     if settings.source is GpuSourceKind.DCGM_EXPORTER:
         return _exporter(settings, state_dir)
-    nvml = NvmlSource(settings, runtime_dir=runtime_dir, state_dir=state_dir, tick_s=tick_s)
+    nvml = NvmlSource(settings, runtime_dir=runtime_dir, state_dir=state_dir, tick_s=tick_s, xids=xids)
     if settings.source is GpuSourceKind.NVML:
         return nvml
     makers = {

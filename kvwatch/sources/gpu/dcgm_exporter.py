@@ -164,7 +164,7 @@ def message_of(devices: list[Device]) -> dict[str, Any]:
         facts.append(_facts(device, whole[device.uuid], row, is_parent=device.uuid in parents))
         busy = _busy(device, device.uuid in parents)
         if row is not None:
-            rows.append([number, *row, row[1], row[2], COLLECT_S, *busy])
+            rows.append([number, *row, row[1], row[2], COLLECT_S, *busy, 0.0])
         slow[number] = {"busy": busy}
         if not device.instance:
             slow[number] |= _slow([device, *(one for one in devices if one.uuid == device.uuid)])
@@ -229,20 +229,7 @@ def _slow(devices: list[Device]) -> dict[str, Any]:
         own = devices[0].value(wanted)
         return own if own is not None else found.pop() if len(found) == 1 else None
 
-    watts, why = of(fields.POWER), of(fields.CLOCK_EVENT_REASONS)
-    bar1 = [of(fields.BAR1_TOTAL), of(fields.BAR1_USED)]
-    remap = [of(fields.ROW_REMAP_PENDING), of(fields.ROW_REMAP_FAILED)]
-    ecc = [of(fields.ECC_CORRECTED), of(fields.ECC_UNCORRECTED)]
-    values = {
-        "mw": None if watts is None else 1000 * watts,
-        "c": of(fields.GPU_TEMP),
-        "mj": of(fields.ENERGY),
-        "why": None if why is None else int(why),
-        "bar1": [None if part is None else int(part * fields.MIB) for part in bar1],
-        "remap": [None if part is None else part > 0 for part in remap],
-        "ecc": [None if part is None else int(part) for part in ecc],
-    }
-    return {key: value for key, value in values.items() if value is not None and value != [None, None]}
+    return fields.slow_values(of)
 
 
 class DcgmExporterSource:

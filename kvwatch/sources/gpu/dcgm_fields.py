@@ -6,13 +6,16 @@ goes by id and the names are only for pages of dcgm-exporter. Sources: dcgm_fiel
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from kvwatch.model.sample import FailureKind
 
 MIB = 1024 * 1024
 DRIVER_VERSION, NAME, NVML_INDEX, UUID, MIG_MODE = 1, 50, 52, 54, 67
 BAR1_TOTAL, BAR1_USED = 90, 92
 CLOCK_EVENT_REASONS, GPU_TEMP, POWER, ENERGY = 112, 150, 155, 156
-GPU_UTIL, BANDWIDTH_UTIL, XID = 203, 204, 230
+GPU_UTIL, BANDWIDTH_UTIL = 203, 204
 FB_TOTAL, FB_FREE, FB_USED, FB_RESERVED = 250, 251, 252, 253
 ECC_CORRECTED, ECC_UNCORRECTED = 310, 311  # volatile: since the driver was loaded, as NVML's
 ROW_REMAP_FAILED, ROW_REMAP_PENDING = 395, 396
@@ -189,6 +192,24 @@ def memory_row(
         return None
     parts = (total, used, free, reserved)
     return [None if part is None else round(part * MIB) for part in parts]
+
+
+def slow_values(get: Callable[[int], float | None]) -> dict[str, Any]:
+    """Slow values under the NVML worker's keys and in its units; what is not reported is left out."""
+    watts, why = get(POWER), get(CLOCK_EVENT_REASONS)
+    bar1 = [get(BAR1_TOTAL), get(BAR1_USED)]
+    remap = [get(ROW_REMAP_PENDING), get(ROW_REMAP_FAILED)]
+    ecc = [get(ECC_CORRECTED), get(ECC_UNCORRECTED)]
+    values = {
+        "mw": None if watts is None else 1000 * watts,
+        "c": get(GPU_TEMP),
+        "mj": get(ENERGY),
+        "why": None if why is None else int(why),
+        "bar1": [None if part is None else int(part * MIB) for part in bar1],
+        "remap": [None if part is None else part > 0 for part in remap],
+        "ecc": [None if part is None else int(part) for part in ecc],
+    }
+    return {key: value for key, value in values.items() if value is not None and value != [None, None]}
 
 
 def driver_major(version: str) -> int | None:

@@ -100,7 +100,7 @@ class Worker:
             memory = fields.memory_row(*(entity.number(field) for field in MEMORY_ORDER))
             if memory is None or health_of(entity) != "ok":
                 continue
-            rows.append([number, *memory, memory[1], memory[2], self._tick_s, *busy_of(entity)])
+            rows.append([number, *memory, memory[1], memory[2], self._tick_s, *busy_of(entity), 0.0])
         return rows
 
     def _describe(self) -> dict[str, Any]:
@@ -189,23 +189,10 @@ def busy_of(entity: Entity) -> tuple[float | None, float | None]:
 
 
 def slow_values(entity: Entity) -> dict[str, Any]:
-    """Slow values under the NVML worker's keys and in its units; what is not reported is left out."""
-    get = entity.number
-    watts, why = get(fields.POWER), get(fields.CLOCK_EVENT_REASONS)
-    bar1 = [get(fields.BAR1_TOTAL), get(fields.BAR1_USED)]
-    remap = [get(fields.ROW_REMAP_PENDING), get(fields.ROW_REMAP_FAILED)]
-    ecc = [get(fields.ECC_CORRECTED), get(fields.ECC_UNCORRECTED)]
-    values = {
-        "mw": None if watts is None else 1000 * watts,
-        "c": get(fields.GPU_TEMP),
-        "mj": get(fields.ENERGY),
-        "why": None if why is None else int(why),
-        "bar1": [None if part is None else int(part * fields.MIB) for part in bar1],
-        "remap": [None if part is None else bool(part) for part in remap],
-        "ecc": ecc,
-        "busy": list(busy_of(entity)),
-    }
-    return {key: value for key, value in values.items() if value is not None and value != [None, None]}
+    """Slow values and how busy it is; what is not reported is left out."""
+    busy = busy_of(entity)
+    values = fields.slow_values(entity.number)
+    return values if busy == (None, None) else {**values, "busy": list(busy)}
 
 
 def rss_bytes() -> int:

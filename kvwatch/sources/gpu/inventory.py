@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvwatch import wire
+
 log = logging.getLogger(__name__)
 VERSION = 1
 MAX_BYTES = 1 << 20
@@ -82,8 +84,7 @@ class Inventory:
         """Add the GPUs of the file to those known here; a damaged file counts as empty."""
         self._unread = False
         try:
-            with self._path.open("rb") as file:
-                page = json.loads(file.read(MAX_BYTES))
+            page = json.loads(wire.read_small(str(self._path), MAX_BYTES))
             listed = [
                 KnownGpu(uuid=str(uuid), index=int(gpu["index"]), name=str(gpu["name"]))
                 for uuid, gpu in list(page["gpus"].items())[:MAX_GPUS]

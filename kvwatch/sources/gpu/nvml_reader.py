@@ -34,7 +34,7 @@ class Device:
 
     __slots__ = (
         "detail", "fresh", "handle", "health", "index", "is_mig_parent", "low", "memory", "mig_profile",
-        "missing", "motion", "name", "parent", "peak", "reopen_in_s", "reopen_s", "sent", "unified",
+        "missing", "motion", "name", "parent", "peak", "read_s", "reopen_in_s", "reopen_s", "sent", "unified",
         "used_v1", "utilization", "uuid",
     )  # fmt: skip
 
@@ -55,6 +55,7 @@ class Device:
         self.reopen_in_s = REOPEN_FIRST_S
         self.motion = Motion()
         self.memory: Memory | None = None
+        self.read_s = 0.0  # when
         self.peak = 0
         self.low = 0
         self.fresh = False
@@ -77,7 +78,7 @@ class Device:
         else:
             self.peak, self.low = used, free
         self.fresh = True
-        self.memory = memory
+        self.memory, self.read_s = memory, now_s
         self.motion.seen(now_s, used)
 
 
@@ -96,6 +97,8 @@ class Reader:
         self._count = 0
         self._blamed: dict[tuple[str, str], tuple[float, int]] = {}
         self._event_set: Any = None
+        self._subscribed: dict[int | None, str] = {}  # handle -> UUID: events may outlive the handle
+        self._kept_xids: list[tuple[str, int]] = []
 
     # -- guarded calls -------------------------------------------------------------------------
 
@@ -257,10 +260,18 @@ class Reader:
             return True
         for instance, (handle, _) in zip(instances, present, strict=True):
             instance.handle = handle
+            self._follow_profile(instance, device)
             if instance.health != "ok":
                 instance.health, instance.detail = "ok", ""
                 self.dirty = True
         return False
+
+    def _follow_profile(self, instance: Device, parent: Device) -> None:
+        """Older drivers name an instance by its place, so a rebuilt one may have the UUID of another."""
+        profile = self._profile(instance, parent)
+        if profile and profile != instance.mig_profile:
+            instance.mig_profile = profile
+            self.dirty = True
 
     def _profile(self, instance: Device, parent: Device) -> str:
         """The profile's name, such as 1g.18gb, computed from the attributes (labels elsewhere were wrong)."""
@@ -293,7 +304,8 @@ class Reader:
         NVML is asked in any case, since a device that is lost or denied has no memory at all.
         """
         reading = self._own_memory(device)
-        if device.handle is None or device.parent is not None or not is_unified(device.name):
+        in_mig = device.is_mig_parent or device.parent is not None
+        if device.handle is None or in_mig or not is_unified(device.name):
             return reading
         if reading is None and self._lacking(device) != errors.NOT_SUPPORTED:
             return None
@@ -303,8 +315,14 @@ class Reader:
         return shared
 
     def _lacking(self, device: Device) -> int:
+        """The return code with which memory was refused by the newest version there is, 0 if it was not."""
+        why = self._why_no_v2(device)
+        old = why in (errors.FUNCTION_NOT_FOUND, errors.VERSION_MISMATCH)
+        return device.missing.get(V1, (0.0, 0))[1] if old else why
+
+    def _why_no_v2(self, device: Device) -> int:
         """The return code with which memory by version 2 was refused, 0 if it was not."""
-        return device.missing.get(V2, (0.0, 0))[1]
+        return device.missing.get(V2, (0.0, 0 if self.has_v2 else errors.FUNCTION_NOT_FOUND))[1]
 
     def _own_memory(self, device: Device) -> Memory | None:
         """Memory by version 2; by version 1 (reserved counted as used) where that is missing."""
@@ -315,8 +333,7 @@ class Reader:
         if info is not None:
             self._note_version(device, v1=False)
             return _plausible(info.total, info.used, info.free, errors.known(info.reserved))
-        why = device.missing.get(V2, (0.0, errors.FUNCTION_NOT_FOUND if not self.has_v2 else 0))[1]
-        if why not in (errors.FUNCTION_NOT_FOUND, errors.VERSION_MISMATCH):
+        if self._why_no_v2(device) not in (errors.FUNCTION_NOT_FOUND, errors.VERSION_MISMATCH):
             return None
         info = self.call(device, V1)
         if info is None:
@@ -398,31 +415,39 @@ class Reader:
     # -- events --------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Subscribe to Xid events of every device that offers them; earlier ones are lost."""
+        """Subscribe to Xid events of every device that offers them; those from before that are lost."""
         if self._event_set is not None:
+            self._kept_xids += self._waiting_xids()  # they would go with the set
             self.library("nvmlEventSetFree", self._event_set)
+        self._subscribed = {}
         self._event_set = self.library("nvmlEventSetCreate")
         if self._event_set is None:
             return
         for device in self.devices:
             if device.parent is None:
-                types = self.call(device, "nvmlDeviceGetSupportedEventTypes")
-                if types and types & XID_EVENT:
-                    self.call(device, "nvmlDeviceRegisterEvents", XID_EVENT, self._event_set)
+                self._subscribe(device)
+
+    def _subscribe(self, device: Device) -> None:
+        handle = device.handle
+        types = self.call(device, "nvmlDeviceGetSupportedEventTypes")
+        if types and types & XID_EVENT:
+            self.call(device, "nvmlDeviceRegisterEvents", XID_EVENT, self._event_set)
+            self._subscribed[_address(handle)] = device.uuid
 
     def xids(self) -> list[tuple[str, int]]:
-        """[(UUID, Xid)] since the last call, without waiting."""
+        """[(UUID, Xid)] since the last call, without waiting; also of devices that were lost since."""
+        found, self._kept_xids = self._kept_xids, []
+        return found + self._waiting_xids()
+
+    def _waiting_xids(self) -> list[tuple[str, int]]:
         found: list[tuple[str, int]] = []
         if self._event_set is None:
             return found
-        by_address = {
-            _address(d.handle): d.uuid for d in self.devices if d.handle is not None and d.parent is None
-        }
         for _ in range(MAX_EVENTS):
             event = self.library("nvmlEventSetWait_v2", self._event_set, 0)
             if event is None:
                 break
-            uuid = by_address.get(_address(event.device))
+            uuid = self._subscribed.get(_address(event.device))
             if uuid and event.eventType == XID_EVENT:
                 found.append((uuid, event.eventData))
         return found

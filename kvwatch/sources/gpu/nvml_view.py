@@ -43,15 +43,38 @@ def clock_event_reasons(mask: int) -> tuple[str, ...]:
     return tuple(name for bit, name in CLOCK_EVENT_REASONS if mask & bit)
 
 
+class XidLog:
+    """The Xid events of one GPU. It outlives the source: a reload must not take a lost GPU for a well one."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+        self.last: int | None = None
+        self.last_s: float | None = None
+
+    def saw(self, now_s: float, xid: int) -> None:
+        """Count an event."""
+        self.counts[xid] = self.counts.get(xid, 0) + 1
+        self.last, self.last_s = xid, now_s
+
+    def fields(self) -> dict[str, Any]:
+        """As a GpuState has them."""
+        return {
+            "xid_events_total": tuple(sorted(self.counts.items())),
+            "last_xid": self.last,
+            "last_xid_s": self.last_s,
+        }
+
+
+XidLogs = dict[str, XidLog]  # by UUID
+
+
 class Track:
     """One GPU or MIG instance: counts and windows for ever, readings until the worker ends."""
 
-    def __init__(self, uuid: str, peak_window_s: float) -> None:
+    def __init__(self, uuid: str, peak_window_s: float, xids: XidLog) -> None:
         self.uuid = uuid
         self.windows = MemoryWindows(peak_window_s)
-        self.xids: dict[int, int] = {}
-        self.last_xid: int | None = None
-        self.last_xid_s: float | None = None
+        self.xids = xids
         self.facts: dict[str, Any] = {}
         self.clear()
 
@@ -67,10 +90,10 @@ class Track:
         self.slow_s: dict[str, float] = {}
 
     def saw_memory(self, now_s: float, row: list[Any]) -> None:
-        """Take a memory row: total, used, free, reserved, peak, low, interval, busy, bandwidth."""
+        """Take a memory row: total, used, free, reserved, peak, low, interval, busy, bandwidth, age."""
         self.memory = self.memory_of(row[:4])
-        self.memory_s = now_s
-        self.windows.add(now_s, row[4], row[5])
+        self.memory_s = max(self.memory_s, now_s - row[9])
+        self.windows.add(self.memory_s, row[4], row[5])
         self.interval_s = row[6]
         self.busy = (_ratio(row[7]), _ratio(row[8]))
 
@@ -92,11 +115,6 @@ class Track:
         """Take slow values, each with its time."""
         self.slow.update(values)
         self.slow_s.update(dict.fromkeys(values, now_s))
-
-    def saw_xid(self, now_s: float, xid: int) -> None:
-        """Count an event."""
-        self.xids[xid] = self.xids.get(xid, 0) + 1
-        self.last_xid, self.last_xid_s = xid, now_s
 
     def expire(self, now_s: float) -> None:
         """Drop readings that were not renewed: absent, never frozen."""
@@ -132,9 +150,7 @@ class Track:
             utilization_ratio=busy[0],
             memory_bandwidth_utilization_ratio=busy[1],
             ledger_pass=self.ledger,
-            xid_events_total=tuple(sorted(self.xids.items())),
-            last_xid=self.last_xid,
-            last_xid_s=self.last_xid_s,
+            **self.xids.fields(),
             **self._memory_fields(now_s),
             **self._slow_fields(),
         )
@@ -176,12 +192,19 @@ class HostView:
     """All GPUs of the host, built from messages; `reset` when the worker that sent them is gone."""
 
     def __init__(
-        self, settings: GpuSettings, inventory: Inventory, *, lister: str = "NVML", reported_by: str = "nvml"
+        self,
+        settings: GpuSettings,
+        inventory: Inventory,
+        *,
+        lister: str = "NVML",
+        reported_by: str = "nvml",
+        xids: XidLogs | None = None,
     ) -> None:
         self._lister = lister
         self._reported_by = reported_by
         self._settings = settings
         self._inventory = inventory
+        self._xids: XidLogs = {} if xids is None else xids
         self._tracks: dict[str, Track] = {}
         self._rows: list[Track] = []
         self._details: dict[int, list[Any]] = {}
@@ -209,11 +232,12 @@ class HostView:
         for number, read_s, *rest in message.get("p", ()):
             self._take_pass(self._rows[number], now_s - (message["s"] - read_s), rest)
         for uuid, xid in message.get("xid", ()):
-            self._track(uuid).saw_xid(now_s, xid)
+            self._track(uuid).xids.saw(now_s, xid)
 
     def _track(self, uuid: str) -> Track:
         if uuid not in self._tracks:
-            self._tracks[uuid] = Track(uuid, self._settings.peak_window_s)
+            log = self._xids.setdefault(uuid, XidLog())
+            self._tracks[uuid] = Track(uuid, self._settings.peak_window_s, log)
         return self._tracks[uuid]
 
     def _take_facts(self, facts: dict[str, Any]) -> None:
@@ -310,14 +334,8 @@ class HostView:
         return states
 
     def _absent_state(self, uuid: str, index: int, name: str, health: GpuHealth, detail: str) -> GpuState:
-        track = self._tracks.get(uuid)
-        counts: dict[str, Any] = {}
-        if track is not None:
-            counts = {
-                "xid_events_total": tuple(sorted(track.xids.items())),
-                "last_xid": track.last_xid,
-                "last_xid_s": track.last_xid_s,
-            }
+        log = self._xids.get(uuid)
+        counts = {} if log is None else log.fields()
         return GpuState(uuid=uuid, index=index, name=name, health=health, health_detail=detail, **counts)
 
 

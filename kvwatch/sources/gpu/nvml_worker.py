@@ -120,7 +120,7 @@ class Worker:
         for device in devices:
             memory = self.reader.memory(device)
             if memory is not None:
-                device.seen(self.reader.now_s, memory)
+                device.seen(self.now(), memory)
             self.send_if_late()
         ended = time.perf_counter()
         self.cost.took(ended, (ended - started) / len(devices))
@@ -287,7 +287,9 @@ class Worker:
                 device.sent = device.memory
                 interval = round(self.sample_interval_s(device, num_fast), 4)
                 busy = device.utilization or (None, None)
-                rows.append([number, *device.memory, device.peak, device.low, interval, *busy])
+                # Another GPU's call may have hung since: what was read before it is that old.
+                age_s = round(now - device.read_s, 3)
+                rows.append([number, *device.memory, device.peak, device.low, interval, *busy, age_s])
         say({"s": round(now, 4), "g": rows, **self.extra})
         self.extra = {}
         self.sent_s = now

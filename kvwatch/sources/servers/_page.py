@@ -12,7 +12,7 @@ from kvwatch.model.sample import FailureKind
 from kvwatch.model.server import Histogram
 from kvwatch.sources.base import SourceError
 from kvwatch.sources.exposition import Families, Labels, pick, whole
-from kvwatch.sources.servers.base import clean, engine_names
+from kvwatch.sources.servers.base import clean, engine_names, label_values
 
 
 def one_engine(_labels: Labels) -> str:
@@ -80,9 +80,8 @@ class Page:
         return engine_names(named or {"0"})
 
     def label_values(self, name: str) -> str:
-        """The values of one label over the page, joined (a server's model names)."""
-        values = {labels[name] for labels in self.families.label_sets() if labels.get(name)}
-        return clean(", ".join(sorted(values)[:4]))
+        """The values of one label over the page, joined."""
+        return label_values(self.families, name)
 
     def refuse_disputed(self) -> None:
         """Refuse a page on which one engine's gauge has several values."""
@@ -128,20 +127,6 @@ def split_blocks(total: float | None, used: float | None) -> tuple[int | None, i
     if busy is None or busy > blocks:
         return blocks, None, None
     return blocks, busy, blocks - busy
-
-
-def text(answer: object, name: str) -> str:
-    """A text of a JSON object, made fit to be shown; "" where there is none."""
-    value = answer.get(name) if isinstance(answer, Mapping) else None
-    return clean(value) if isinstance(value, str) else ""
-
-
-def number(answer: object, name: str) -> float | None:
-    """A number of a JSON object; None for anything else."""
-    value = answer.get(name) if isinstance(answer, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e18:
-        return None
-    return float(value)
 
 
 def _has(labels: Labels, wanted: Mapping[str, str]) -> bool:

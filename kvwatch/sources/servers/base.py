@@ -17,8 +17,8 @@ from kvwatch.model.sample import FailureKind
 from kvwatch.model.server import Semantics, ServerState
 from kvwatch.model.settings import ServerSettings
 from kvwatch.sources.base import Source, SourceError
-from kvwatch.sources.exposition import printable
-from kvwatch.sources.http import Deadline, HttpClient, HttpStatusError
+from kvwatch.sources.exposition import Families, printable
+from kvwatch.sources.http import Deadline, HttpClient, HttpStatusError, parse_json
 
 Pages = Mapping[str, bytes]  # bodies of the endpoints that answered, by Endpoint.name
 Parse = Callable[[Pages, ServerSettings], ServerState]
@@ -174,6 +174,36 @@ def describe(page: bytes) -> str:
 def clean(text: str) -> str:
     """A foreign label value made fit for a label of ours: printable, on one line, not long."""
     return printable(text, MAX_LABEL_CHARACTERS)
+
+
+def told(body: bytes | None, path: str) -> object:
+    """The JSON of an endpoint that need not be there; None where it is not, or is no JSON."""
+    if body is None:
+        return None
+    try:
+        return parse_json(body, path)
+    except SourceError:
+        return None
+
+
+def text(answer: object, name: str) -> str:
+    """A text of a JSON object, made fit to be shown; "" where there is none."""
+    value = answer.get(name) if isinstance(answer, Mapping) else None
+    return clean(value) if isinstance(value, str) else ""
+
+
+def number(answer: object, name: str) -> float | None:
+    """A number of a JSON object; None for anything else."""
+    value = answer.get(name) if isinstance(answer, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e18:
+        return None
+    return float(value)
+
+
+def label_values(families: Families, name: str) -> str:
+    """The values of one label over a page, joined, four at most (a server's model names)."""
+    values = {labels[name] for labels in families.label_sets() if labels.get(name)}
+    return clean(", ".join(sorted(values)[:4]))
 
 
 def engine_names(names: Iterable[str]) -> tuple[str, ...]:

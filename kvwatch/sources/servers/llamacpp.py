@@ -25,7 +25,17 @@ from kvwatch.model.settings import ServerSettings
 from kvwatch.sources.base import SourceError
 from kvwatch.sources.exposition import Families, pick, ratio, whole
 from kvwatch.sources.http import parse_json
-from kvwatch.sources.servers.base import METRICS, Adapter, Clue, Endpoint, Pages, clean, not_expected
+from kvwatch.sources.servers.base import (
+    METRICS,
+    Adapter,
+    Clue,
+    Endpoint,
+    Pages,
+    clean,
+    not_expected,
+    text,
+    told,
+)
 
 SEMANTICS = Semantics(
     evictable=Evictable.USED,
@@ -63,7 +73,7 @@ def parse(pages: Pages, settings: ServerSettings) -> ServerState:
         kind="llamacpp",
         semantics=SEMANTICS,
         engines=(engine,),
-        version=_text(props, "build_info"),
+        version=text(props, "build_info"),
         model=_model(props),
         notes=(*notes, *families.findings),
     )
@@ -81,12 +91,7 @@ def _slots(body: bytes) -> list[Mapping[str, object]]:
 
 
 def _props(body: bytes | None) -> Mapping[str, object]:
-    if body is None:
-        return {}
-    try:
-        answer = parse_json(body, "/props")
-    except SourceError:
-        return {}
+    answer = told(body, "/props")
     return answer if isinstance(answer, dict) else {}
 
 
@@ -162,13 +167,8 @@ def _count(entry: Mapping[str, object], name: str) -> int | None:
 
 def _model(props: Mapping[str, object]) -> str:
     """The alias; without --alias some builds repeat the file's whole path there: then the file's name."""
-    alias, path = _text(props, "model_alias"), _text(props, "model_path")
+    alias, path = text(props, "model_alias"), text(props, "model_path")
     return alias if alias and alias != path else path.rsplit("/", 1)[-1]
-
-
-def _text(props: Mapping[str, object], name: str) -> str:
-    value = props.get(name)
-    return clean(value) if isinstance(value, str) else ""
 
 
 ADAPTER = Adapter(

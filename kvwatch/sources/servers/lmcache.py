@@ -10,12 +10,10 @@ import re
 from collections.abc import Mapping
 
 from kvwatch.model.server import Basis, EngineState, Evictable, KvCacheState, Semantics, ServerState
-from kvwatch.model.settings import ServerSettings
-from kvwatch.sources.base import SourceError
+from kvwatch.model.settings import GIB, ServerSettings
 from kvwatch.sources.exposition import pick, ratio
-from kvwatch.sources.http import parse_json
-from kvwatch.sources.servers._page import Page, number
-from kvwatch.sources.servers.base import METRICS, Adapter, Clue, Endpoint, Pages, not_expected
+from kvwatch.sources.servers._page import Page
+from kvwatch.sources.servers.base import METRICS, Adapter, Clue, Endpoint, Pages, not_expected, number, told
 
 SEMANTICS = Semantics(
     evictable=Evictable.USED,
@@ -28,7 +26,6 @@ LOCAL, REMOTE, DISK = "local_cache_usage", "remote_cache_usage", "local_storage_
 FILL = "l1_usage_ratio"
 REQUESTED = "num_requested_tokens"
 NAMES = (LOCAL, REMOTE, DISK, FILL, REQUESTED)
-GIB = 1024**3
 CAPACITY = "max_local_cpu_size"  # of /conf, in GiB though LMCache says GB
 
 
@@ -60,13 +57,8 @@ def parse(pages: Pages, settings: ServerSettings) -> ServerState:
 
 def _fill(used_bytes: float | None, config: bytes | None) -> float | None:
     """Bytes in the CPU cache over the capacity that /conf tells."""
-    if used_bytes is None or config is None:
-        return None
-    try:
-        capacity = _capacity_bytes(parse_json(config, "/conf"))
-    except SourceError:
-        return None
-    return ratio(used_bytes / capacity) if capacity else None
+    capacity = _capacity_bytes(told(config, "/conf"))
+    return ratio(used_bytes / capacity) if capacity and used_bytes is not None else None
 
 
 def _capacity_bytes(answer: object) -> float | None:
@@ -81,11 +73,11 @@ def _notes(page: Page, usage: float | None, body: bytes) -> list[str]:
         notes.append("the engine's own series are on this page too: add it with its own `kind`")
     tiers = (("CPU", LOCAL), ("disk", DISK), ("remote", REMOTE))
     bytes_of = [(tier, page.gauge(name).get("0")) for tier, name in tiers]
-    told = [
+    shown = [
         f"{tier} {held / GIB:.2f} GiB" for tier, held in bytes_of if held is not None and 0 <= held < 1e18
     ]
-    if told:
-        notes.append("cached: " + ", ".join(told))
+    if shown:
+        notes.append("cached: " + ", ".join(shown))
     if usage is None:
         notes.append("the capacity is unknown (/conf does not tell max_local_cpu_size), and so is usage")
     return notes

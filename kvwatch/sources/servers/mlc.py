@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from kvwatch.model.server import Basis, EngineState, Evictable, Semantics, ServerState
 from kvwatch.model.settings import ServerSettings
 from kvwatch.sources.http import parse_json
-from kvwatch.sources.servers._page import text
-from kvwatch.sources.servers.base import Adapter, Clue, Endpoint, Pages, clean, not_expected
+from kvwatch.sources.servers.base import Adapter, Clue, Endpoint, Pages, clean, not_expected, text
 
 SEMANTICS = Semantics(
     evictable=Evictable.UNKNOWN,

@@ -10,11 +10,19 @@ import re
 from collections.abc import Mapping
 
 from kvwatch.model.server import Basis, EngineState, Evictable, Semantics, ServerState
-from kvwatch.model.settings import ServerSettings
-from kvwatch.sources.base import SourceError
+from kvwatch.model.settings import GIB, ServerSettings
 from kvwatch.sources.http import parse_json
-from kvwatch.sources.servers._page import number, text
-from kvwatch.sources.servers.base import Adapter, Clue, Endpoint, Pages, clean, not_expected
+from kvwatch.sources.servers.base import (
+    Adapter,
+    Clue,
+    Endpoint,
+    Pages,
+    clean,
+    not_expected,
+    number,
+    text,
+    told,
+)
 
 SEMANTICS = Semantics(
     evictable=Evictable.UNKNOWN,
@@ -22,7 +30,6 @@ SEMANTICS = Semantics(
     note="Ollama tells neither KV usage nor requests; only which models are loaded, and their bytes",
 )
 LOADED, VERSION = "ps", "version"
-GIB = 1024**3
 MAX_SHOWN = 4
 
 
@@ -37,7 +44,7 @@ def parse(pages: Pages, settings: ServerSettings) -> ServerState:
         kind="ollama",
         semantics=SEMANTICS,
         engines=(EngineState(),),
-        version=_version(pages.get(VERSION)),
+        version=text(told(pages.get(VERSION), "/api/version"), "version"),
         model=clean(", ".join(_name(model) for model in models[:MAX_SHOWN])),
         notes=(
             "Ollama shows no KV usage, queue or latency; an agent or the GPU's side must tell",
@@ -56,15 +63,6 @@ def _loaded(model: Mapping[str, object]) -> str:
     if device is None:
         size = "bytes on the GPU unknown"
     return f"{_name(model)}: {size}" + (f", context {context:.0f} tokens" if context else "")
-
-
-def _version(body: bytes | None) -> str:
-    if body is None:
-        return ""
-    try:
-        return text(parse_json(body, "/api/version"), "version")
-    except SourceError:
-        return ""
 
 
 ADAPTER = Adapter(

@@ -25,6 +25,7 @@ from kvwatch.model.settings import ServerSettings
 from kvwatch.sources.base import SourceError
 from kvwatch.sources.exposition import Families, Labels, Series, pick, ratio, whole
 from kvwatch.sources.http import parse_json
+from kvwatch.sources.servers._page import add_histograms
 from kvwatch.sources.servers.base import (
     METRICS,
     Adapter,
@@ -33,7 +34,10 @@ from kvwatch.sources.servers.base import (
     Pages,
     clean,
     engine_names,
+    label_values,
     not_expected,
+    number,
+    text,
 )
 
 SEMANTICS = Semantics(
@@ -99,15 +103,8 @@ class _Page:
 
     def histogram(self, name: str) -> Histogram | None:
         """The server's histogram, added up over labels: the tokenizer that observes it knows no ranks."""
-        found = [h for labels, h in self.families.histograms(PREFIX + name) if _first_rank(labels)]
-        if not found or any(h.bounds != found[0].bounds for h in found):
-            return None
-        sums = [h.sum for h in found if h.sum is not None]
-        return Histogram(
-            bounds=found[0].bounds,
-            counts=tuple(map(sum, zip(*(h.counts for h in found), strict=True))),
-            count=sum(h.count for h in found),
-            sum=sum(sums) if len(sums) == len(found) else None,
+        return add_histograms(
+            h for labels, h in self.families.histograms(PREFIX + name) if _first_rank(labels)
         )
 
 
@@ -128,7 +125,7 @@ def parse(pages: Pages, settings: ServerSettings) -> ServerState:
         semantics=SEMANTICS,
         engines=_engines(names, loads, page),
         version=version,
-        model=_model(page.families),
+        model=label_values(page.families, "model_name"),
         notes=(*_notes(pages), *page.families.findings),
     )
 
@@ -156,8 +153,7 @@ def _loads(body: bytes) -> tuple[dict[str, Mapping[str, object]], str]:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 or str(rank) in found:
             raise SourceError(FailureKind.MALFORMED, "/v1/loads has an entry without a `dp_rank` of its own")
         found[str(rank)] = entry
-    version = answer.get("version")
-    return found, clean(version) if isinstance(version, str) else ""
+    return found, text(answer, "version")
 
 
 def _engines(
@@ -187,10 +183,9 @@ def _pool(name: str, load: Mapping[str, object], page: _Page) -> KvCacheState:
         return page.gauge(*names).get(name)
 
     memory = load.get("memory")
-    told = memory if isinstance(memory, dict) else {}
-    size, used = whole(gauge(PAGE_SIZE)), _first_whole(_value(load, "num_used_tokens"), gauge(USED))
-    capacity = _first_whole(_value(load, "max_total_num_tokens"), gauge(CAPACITY))
-    usage = _value(load, "token_usage")
+    size, used = whole(gauge(PAGE_SIZE)), _first_whole(number(load, "num_used_tokens"), gauge(USED))
+    capacity = _first_whole(number(load, "max_total_num_tokens"), gauge(CAPACITY))
+    usage = number(load, "token_usage")
     blocks = _blocks(capacity, used, whole(gauge(EVICTABLE)), size)
     return KvCacheState(
         usage_ratio=ratio(usage if usage is not None else gauge(*USAGE)),
@@ -200,8 +195,8 @@ def _pool(name: str, load: Mapping[str, object], page: _Page) -> KvCacheState:
         evictable_blocks=blocks[3],
         block_size_tokens=size,
         capacity_tokens=capacity,
-        pool_bytes=_bytes(gauge(MEMORY["pool_bytes"]), _value(told, "kv_cache_gb")),
-        weights_bytes=_bytes(gauge(MEMORY["weights_bytes"]), _value(told, "weight_gb")),
+        pool_bytes=_bytes(gauge(MEMORY["pool_bytes"]), number(memory, "kv_cache_gb")),
+        weights_bytes=_bytes(gauge(MEMORY["weights_bytes"]), number(memory, "weight_gb")),
     )
 
 
@@ -215,9 +210,9 @@ def _scheduler(name: str, load: Mapping[str, object], page: _Page, alone: bool) 
     prompt = _sum(told["prefill_compute"], told["prefill_cache"])
     there = bool(page.families)
     return SchedulerState(
-        running=_first_whole(_value(load, "num_running_reqs"), page.gauge(RUNNING).get(name)),
-        waiting=_first_whole(_value(load, "num_waiting_reqs"), page.gauge(WAITING).get(name)),
-        max_running=whole(_value(load, "max_running_requests")),
+        running=_first_whole(number(load, "num_running_reqs"), page.gauge(RUNNING).get(name)),
+        waiting=_first_whole(number(load, "num_waiting_reqs"), page.gauge(WAITING).get(name)),
+        max_running=whole(number(load, "max_running_requests")),
         # The counters of retractions are made at the first one: on a page without them it is 0.
         preemptions_total=whole(sums[RETRACTED] or 0.0) if there else None,
         recomputed_tokens_total=whole(sum(v or 0.0 for v in retracted)) if there else None,
@@ -261,15 +256,6 @@ def _sum(*values: float | None) -> float | None:
     return sum(known) if known else None
 
 
-def _value(entry: Mapping[str, object], name: str) -> float | None:
-    value = entry.get(name)
-    return (
-        float(value)
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
-        else None
-    )
-
-
 def _rank(labels: Labels) -> str:
     return clean(labels.get("dp_rank", "0")) or "0"
 
@@ -288,11 +274,6 @@ def _first_rank(labels: Labels) -> bool:
 def _counts(series: Series) -> bool:
     """One copy of each: other tensor ranks repeat the first's figures, priorities are parts of the whole."""
     return _first_rank(series.labels)
-
-
-def _model(families: Families) -> str:
-    names = {labels["model_name"] for labels in families.label_sets() if "model_name" in labels}
-    return clean(", ".join(sorted(names)[:4]))
 
 
 def _notes(pages: Pages) -> list[str]:

@@ -19,11 +19,19 @@ from kvwatch.model.server import (
     ServerState,
 )
 from kvwatch.model.settings import ServerSettings
-from kvwatch.sources.base import SourceError
 from kvwatch.sources.exposition import ratio, whole
-from kvwatch.sources.http import parse_json
-from kvwatch.sources.servers._page import Page, number, read_page, text
-from kvwatch.sources.servers.base import METRICS, Adapter, Clue, Endpoint, Pages, not_expected
+from kvwatch.sources.servers._page import Page, read_page
+from kvwatch.sources.servers.base import (
+    METRICS,
+    Adapter,
+    Clue,
+    Endpoint,
+    Pages,
+    not_expected,
+    number,
+    text,
+    told,
+)
 
 SEMANTICS = Semantics(
     evictable=Evictable.UNKNOWN,
@@ -77,12 +85,7 @@ def parse(pages: Pages, settings: ServerSettings) -> ServerState:
 
 def _info(body: bytes | None) -> object | None:
     """The answer of /info, if it is TGI's."""
-    if body is None:
-        return None
-    try:
-        answer = parse_json(body, "/info")
-    except SourceError:
-        return None
+    answer = told(body, "/info")
     # Hugging Face's embedding server has an /info as well, without max_total_tokens.
     return answer if text(answer, "model_id") and number(answer, "max_total_tokens") else None
 

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 
 from kvwatch.model.server import Basis, EngineState, Evictable, Semantics, ServerState
 from kvwatch.model.settings import ServerSettings
-from kvwatch.sources.base import SourceError
 from kvwatch.sources.http import parse_json
-from kvwatch.sources.servers._page import text
-from kvwatch.sources.servers.base import Adapter, Clue, Endpoint, Pages, not_expected
+from kvwatch.sources.servers.base import Adapter, Clue, Endpoint, Pages, not_expected, text, told
 
 SEMANTICS = Semantics(
     # Up to 5.5 cached blocks counted as free, in 5.24 as used; an agent inside tells them apart.
@@ -48,12 +46,7 @@ def _only_model(body: bytes | None) -> str:
 
     One started on a folder ("local") is listed by that path: its last part is the name.
     """
-    if body is None:
-        return ""
-    try:
-        answer = parse_json(body, "/v1/models")
-    except SourceError:
-        return ""
+    answer = told(body, "/v1/models")
     models = answer.get("data") if isinstance(answer, Mapping) else None
     if not isinstance(models, list) or len(models) != 1:
         return ""

@@ -22,8 +22,8 @@ from kvwatch.model.server import (
 from kvwatch.model.settings import ServerSettings
 from kvwatch.sources.exposition import ratio, whole
 from kvwatch.sources.http import parse_json
-from kvwatch.sources.servers._page import Page, number, read_page, split_blocks
-from kvwatch.sources.servers.base import METRICS, Adapter, Clue, Endpoint, Pages, not_expected
+from kvwatch.sources.servers._page import Page, read_page, split_blocks
+from kvwatch.sources.servers.base import METRICS, Adapter, Clue, Endpoint, Pages, not_expected, number
 
 LONG_GENERATION_S = 600.0  # nothing bounds it; past this a request that "runs" without any end is suspect
 SEMANTICS = Semantics(

@@ -27,7 +27,6 @@ from kvwatch.model.settings import ServerSettings
 from kvwatch.sources.base import SourceError
 from kvwatch.sources.exposition import Families, Labels, Series, pick, ratio, whole
 from kvwatch.sources.families import Shape
-from kvwatch.sources.http import parse_json
 from kvwatch.sources.servers._vllm_pool import Size, replica, used_blocks
 from kvwatch.sources.servers._vllm_pool import sizes as pool_sizes
 from kvwatch.sources.servers.base import (
@@ -38,7 +37,10 @@ from kvwatch.sources.servers.base import (
     Pages,
     clean,
     engine_names,
+    label_values,
     not_expected,
+    text,
+    told,
 )
 
 SEMANTICS = Semantics(
@@ -275,7 +277,7 @@ def _plan(page: _Page) -> _Plan:
         v0=v0,
         null_counted=None if new and old else not new,
         has_usage=bool(new or old),
-        model=_model(page.families),
+        model=label_values(page.families, "model_name"),
         notes=tuple(dict.fromkeys(note for size in sizes.values() for note in size.notes)),
     )
 
@@ -404,21 +406,9 @@ def _missing(page: _Page, plan: _Plan) -> list[str]:
     return ["this page has no KV usage under a known name: usage is unknown"]
 
 
-def _model(families: Families) -> str:
-    names = {labels["model_name"] for labels in families.label_sets() if "model_name" in labels}
-    return clean(", ".join(sorted(names)[:4]))
-
-
 @functools.lru_cache(maxsize=64)
 def _version(body: bytes | None) -> str:
-    if body is None:
-        return ""
-    try:
-        answer = parse_json(body, "/version")
-    except SourceError:
-        return ""
-    version = answer.get("version") if isinstance(answer, dict) else None
-    return clean(version) if isinstance(version, str) else ""
+    return text(told(body, "/version"), "version")
 
 
 ADAPTER = Adapter(

@@ -394,7 +394,13 @@ int nvmlDeviceGetAttributes_v2(device_t *d, attributes_t *out) {
 typedef struct { device_t *device; u64 type, data; u32 gi, ci; } event_t;
 static int the_set;
 int nvmlEventSetCreate(void **out) { SYSTEM(); *out = &the_set; return OK; }
-int nvmlEventSetFree(void *set) { (void)set; SYSTEM(); memset(registered, 0, sizeof registered); return OK; }
+/* What waits in a set is lost with it. */
+int nvmlEventSetFree(void *set) {
+    (void)set; SYSTEM();
+    memset(registered, 0, sizeof registered);
+    for (int i = 0; i < xid_count; i++) if (xids[i].seq > delivered_seq) delivered_seq = xids[i].seq;
+    return OK;
+}
 int nvmlDeviceGetSupportedEventTypes(device_t *d, u64 *out) { DEVICE(d); *out = 65439; return OK; }
 int nvmlDeviceRegisterEvents(device_t *d, u64 types, void *set) {
     (void)set; DEVICE(d);

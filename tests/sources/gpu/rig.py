@@ -11,7 +11,7 @@ import pytest
 from kvwatch.model.gpu import GpuState, HostGpus
 from kvwatch.model.sample import FailureKind
 from kvwatch.model.settings import GpuSettings
-from kvwatch.sources.base import SourceError
+from kvwatch.sources.base import Source, SourceError
 from kvwatch.sources.gpu.nvml import NvmlSource
 from tests.fakes.nvml import Scenario, environment
 
@@ -66,7 +66,9 @@ class Rig:
             assert source.worker_pid is None, f"worker {pid} did not end"
 
 
-def until(source: NvmlSource, condition: Callable[[HostGpus], bool], timeout_s: float = 20.0) -> HostGpus:
+def until(
+    source: Source[HostGpus], condition: Callable[[HostGpus], bool], timeout_s: float = 20.0
+) -> HostGpus:
     """Poll until a value meets the condition; errors on the way are passed over."""
     deadline_s = time.monotonic() + timeout_s
     last: object = None
@@ -81,7 +83,7 @@ def until(source: NvmlSource, condition: Callable[[HostGpus], bool], timeout_s: 
     raise AssertionError(f"not within {timeout_s} s; last: {last!r}")
 
 
-def until_error(source: NvmlSource, kind: FailureKind, timeout_s: float = 20.0) -> str:
+def until_error(source: Source[HostGpus], kind: FailureKind, timeout_s: float = 20.0) -> str:
     """Poll until this kind of failure; returns its message."""
     deadline_s = time.monotonic() + timeout_s
     last: object = None

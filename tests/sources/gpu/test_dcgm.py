@@ -1,91 +1,26 @@
-"""The DCGM source with its real worker process, on a stand-in for the vendor's bindings."""
+"""What the DCGM source reads from the host engine, with its real worker process."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvwatch.model.gpu import Accounting, GpuHealth, GpuState, HostGpus
-from kvwatch.model.sample import FailureKind
-from kvwatch.model.settings import GpuSettings
-from kvwatch.sources.base import SourceError
+from kvwatch.model.gpu import Accounting, GpuHealth
 from kvwatch.sources.gpu import dcgm_fields as fields
 from kvwatch.sources.gpu import dcgm_worker
-from kvwatch.sources.gpu.dcgm import DcgmSource, find_bindings
-from tests.fakes.dcgm import BINDINGS, BLANK, FP_NOT_SUPPORTED, NOT_SUPPORTED, Scenario, listening, uuid_of
+from tests.fakes.dcgm import BLANK, FP_NOT_SUPPORTED, NOT_SUPPORTED, listening, uuid_of
 from tests.fakes.dcgm import whole_gpu as make_gpu
-
-MIB = 1024**2
-
-
-class Rig:
-    """A scenario, an address where something listens, and the sources started on them."""
-
-    def __init__(self, directory: Path, address: str) -> None:
-        self.directory = directory
-        self.address = address
-        self.scenario = Scenario(directory / "scenario.json")
-        self.sources: list[DcgmSource] = []
-
-    def start(self, **options: object) -> DcgmSource:
-        """A source that ticks five times as fast as the real one."""
-        self.scenario.write()
-        settings = GpuSettings(dcgm_address=self.address)
-        options = {"period_s": 0.2, **options}
-        directory = self.directory
-        source = DcgmSource(
-            settings,
-            runtime_dir=directory / "run",
-            state_dir=directory / "state",
-            **options,  # type: ignore[arg-type]
-        )
-        self.sources.append(source)
-        return source
+from tests.sources.gpu.dcgm_rig import MIB, Rig, first, rigged
+from tests.sources.gpu.rig import until
 
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """A fresh rig; afterwards no worker is left."""
-    monkeypatch.setenv("KVWATCH_DCGM_BINDINGS", str(BINDINGS))
-    monkeypatch.setenv("KVWATCH_FAKE_DCGM", str(tmp_path / "scenario.json"))
-    with listening() as address:
-        rig = Rig(tmp_path, address)
+    with rigged(tmp_path, monkeypatch) as rig:
         yield rig
-        for source in rig.sources:
-            source.close()
-            assert source.worker_pid is None
-
-
-def until(source: DcgmSource, condition: Callable[[HostGpus], bool], timeout_s: float = 20.0) -> HostGpus:
-    """Poll until a value meets the condition."""
-    deadline_s, last = time.monotonic() + timeout_s, None
-    while time.monotonic() < deadline_s:
-        try:
-            last = source.poll()
-        except SourceError as error:
-            last = error
-            continue
-        if condition(last):
-            return last
-    raise AssertionError(f"not within {timeout_s} s; last: {last!r}")
-
-
-def until_error(source: DcgmSource, kind: FailureKind, timeout_s: float = 20.0) -> str:
-    """Poll until this kind of failure; returns its message."""
-    deadline_s, last = time.monotonic() + timeout_s, None
-    while time.monotonic() < deadline_s:
-        try:
-            last = source.poll()
-        except SourceError as error:
-            if error.failure.kind is kind:
-                return error.failure.message
-            last = error
-    raise AssertionError(f"no {kind} within {timeout_s} s; last: {last!r}")
 
 
 class BlankEntity:
@@ -108,10 +43,6 @@ class BlankEngine:
 
     def __init__(self) -> None:
         self.entities = [BlankEntity()]
-
-
-def first(host: HostGpus) -> GpuState:
-    return host.gpus[0]
 
 
 def test_a_well_gpu_is_read_in_kvwatch_units(rig: Rig) -> None:
@@ -260,18 +191,6 @@ def test_status_codes_become_states(rig: Rig, change: dict[str, int], health: Gp
     assert host.gpus[0].memory is not None
 
 
-def test_case_G1_old_values_of_the_engine_are_never_served(rig: Rig) -> None:
-    """An engine that answers with old cache fails the source; fresh values bring it back."""
-    source = rig.start()
-    source.poll()
-    rig.scenario.write(age_s=60.0)
-    message = until_error(source, FailureKind.TIMED_OUT)
-    rig.scenario.write(age_s=0.0)
-
-    assert "60 s old" in message
-    assert first(until(source, lambda host: first(host).memory is not None)).health is GpuHealth.OK
-
-
 def test_bindings_before_4_0_serve_as_well(rig: Rig) -> None:
     """They lack dcgmGetGpuStatus; everything but the engine's own view of a GPU is read all the same."""
     rig.scenario.write(bindings="3.3")
@@ -292,81 +211,6 @@ def test_one_gpu_with_old_values_is_unknown(rig: Rig) -> None:
 
     assert well.memory is not None
     assert (old.memory, old.health) == (None, GpuHealth.UNKNOWN)
-
-
-def test_case_G1_lost_connection_is_made_anew(rig: Rig) -> None:
-    """After "connection not valid" a new worker connects, and nothing of the old one is shown meanwhile."""
-    source = rig.start()
-    source.poll()
-    first_pid = source.worker_pid
-    rig.scenario.write(errors={"dcgmEntitiesGetLatestValues": -21})
-    message = until_error(source, FailureKind.BROKEN)
-    assert source.known().gpus[0].memory is None
-    rig.scenario.write(errors={})
-
-    until(source, lambda host: first(host).memory is not None)
-    assert "DCGM -21" in message
-    assert source.worker_pid not in (None, first_pid)
-
-
-def test_case_G12_engine_that_is_gone_costs_no_worker(rig: Rig) -> None:
-    """With nobody at the address the failure is "refused" with the fix, and no process is started."""
-    with listening() as address:
-        rig.address = address
-    source = rig.start()
-
-    message = until_error(source, FailureKind.REFUSED, 3.0)
-
-    assert "systemctl start nvidia-dcgm" in message
-    assert source.worker_pid is None
-    assert rig.scenario.calls() == []
-
-
-def test_missing_bindings_are_no_driver(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without bindings the failure names the package and the folders looked in."""
-    monkeypatch.setenv("KVWATCH_DCGM_BINDINGS", str(rig.directory))
-    if find_bindings() is not None:
-        pytest.fail("this machine has DCGM's bindings: the test needs one without")
-
-    assert "datacenter-gpu-manager-4-core" in until_error(rig.start(), FailureKind.NO_DRIVER, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("engine", "kind", "text"),
-    [
-        ({"errors": {"dcgmConnect_v2": -12}}, FailureKind.VERSION_MISMATCH, "different DCGM versions"),
-        ({"errors": {"dcgmInit": -25}}, FailureKind.NO_DRIVER, "libdcgm was not found"),
-        ({"library": -25}, FailureKind.NO_DRIVER, "libdcgm was not found"),
-        ({"errors": {"dcgmGetAllDevices": -57}}, FailureKind.TIMED_OUT, "driver does not answer"),
-        ({"errors": {"dcgmGetAllDevices": -67}}, FailureKind.NO_DRIVER, "let go of the GPUs"),
-        ({"import": "exit"}, FailureKind.NO_DRIVER, "cannot be imported"),
-    ],
-)
-def test_each_failure_at_the_start_has_its_kind(
-    rig: Rig, engine: dict[str, object], kind: FailureKind, text: str
-) -> None:
-    """Wrong versions, missing libraries and bindings that exit at import are told apart."""
-    rig.scenario.write(**engine)
-
-    assert text in until_error(rig.start(), kind, 5.0)
-
-
-def test_case_G8_broken_packaging_of_bindings_is_one_clear_failure(rig: Rig) -> None:
-    """A module that the package forgot to ship fails the source with its name, not the daemon."""
-    rig.scenario.write(**{"import": "error"})
-
-    assert "No module named 'logger'" in until_error(rig.start(), FailureKind.NO_DRIVER, 5.0)
-
-
-def test_case_G11_bug_inside_the_bindings_is_contained(rig: Rig) -> None:
-    """A TypeError raised by the bindings themselves is a version problem, and the source recovers."""
-    rig.scenario.write(errors={"dcgmGetAllDevices": "type"})
-    source = rig.start()
-    message = until_error(source, FailureKind.VERSION_MISMATCH, 5.0)
-    rig.scenario.write(errors={})
-
-    assert "dcgmGetAllDevices" in message
-    until(source, lambda host: first(host).memory is not None)
 
 
 def test_case_G2_profiling_hardware_that_another_holds_costs_only_profiling(rig: Rig) -> None:
@@ -430,84 +274,6 @@ def test_case_G5_xid_gauge_is_no_event(rig: Rig) -> None:
 
     assert (gpu.xid_events_total, gpu.last_xid) == ((), None)
     assert fields.XID_MISSING in gpu.capabilities_missing
-
-
-def test_case_E7_hanging_engine_is_stuck_then_recovers(rig: Rig) -> None:
-    """A call that does not return makes the source stuck within seconds; no second worker is started."""
-    source = rig.start()
-    source.poll()
-    pid = source.worker_pid
-    rig.scenario.write(hang=True)
-    message = until_error(source, FailureKind.STUCK)
-    assert source.known().gpus[0].memory is None
-    assert source.worker_pid == pid
-    rig.scenario.write(hang=False)
-
-    until(source, lambda host: first(host).memory is not None)
-    assert "does not answer" in message
-    assert source.worker_pid == pid
-
-
-def test_case_E8_engine_hung_for_good_costs_one_worker_at_a_time(rig: Rig) -> None:
-    """After a minute of silence the worker is ended, even inside its call, and replaced."""
-    now = time.monotonic
-    shift = [0.0]
-    source = rig.start(clock=lambda: now() + shift[0])
-    source.poll()
-    pid = source.worker_pid
-    assert pid is not None
-    rig.scenario.write(hang=True)
-    shift[0] = 61.0
-
-    assert "replaced" in until_error(source, FailureKind.STUCK)
-    assert not Path(f"/proc/{pid}").exists()
-    assert source.worker_pid is None
-
-
-def test_case_G7_worker_that_grows_is_replaced(rig: Rig) -> None:
-    """A leak of the vendor's library ends the worker at its limit, and the next one starts at once."""
-    source = rig.start(max_rss_bytes=100 << 20)
-    source.poll()
-    pid = source.worker_pid
-    rig.scenario.write(leak_mib=120)
-    message = until_error(source, FailureKind.CRASHED)
-    rig.scenario.write(leak_mib=0)
-
-    assert "grown to" in message
-    until(source, lambda host: first(host).memory is not None, 5.0)
-    assert source.worker_pid != pid
-
-
-def test_killed_worker_is_restarted(rig: Rig) -> None:
-    """A worker that dies is reported with the signal and replaced."""
-    source = rig.start()
-    source.poll()
-    pid = source.worker_pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-
-    assert "SIGKILL" in until_error(source, FailureKind.CRASHED)
-    until(source, lambda host: first(host).memory is not None)
-
-
-def test_second_worker_is_not_started_beside_one(rig: Rig) -> None:
-    """The lock file keeps two daemons from each holding a connection."""
-    source = rig.start()
-    source.poll()
-
-    assert "dcgm.lock" in until_error(rig.start(), FailureKind.STUCK)
-
-
-def test_maintenance_lets_go_and_takes_up_again(rig: Rig) -> None:
-    """Paused, no worker runs and the failure is "paused"; resumed, values come back."""
-    source = rig.start()
-    source.poll()
-    assert source.pause() is True
-    assert source.worker_pid is None
-    until_error(source, FailureKind.PAUSED, 3.0)
-    source.resume()
-
-    until(source, lambda host: first(host).memory is not None)
 
 
 def test_vanished_gpu_is_missing_over_a_restart(rig: Rig) -> None:

@@ -226,6 +226,32 @@ def test_denied_gpu_is_filled_from_dcgm(host: Host, rig: Rig) -> None:
     assert all(gpu.memory is not None for gpu in gpus)
 
 
+@pytest.mark.needs("gcc")
+@pytest.mark.parametrize("end", [{"errors": {"dcgmEntitiesGetLatestValues": -21}}, {"hang": True}])
+def test_case_G12_engine_that_dies_or_hangs_costs_nvml_nothing(
+    host: Host, rig: Rig, end: dict[str, object]
+) -> None:
+    """DCGM helped with a denied GPU and ends: NVML's readings go on in their rhythm, the help goes."""
+    rig.scenario.gpus = 2
+    rig.scenario.error(0, "nvmlDeviceGetMemoryInfo_v2", 4).memory(1, 5 * GIB).write()
+    with listening() as engine:
+        source = host.create(engine=engine, help_after_s=0.0)
+        until(source, lambda found: any(gpu.reported_by == "dcgm" for gpu in found.gpus))
+        host.dcgm.write(**end)
+        rig.scenario.memory(1, 6 * GIB).write()
+        times, helped = [time.monotonic()], True
+        while helped:
+            found = source.poll()
+            times.append(time.monotonic())
+            helped = any(gpu.memory is not None for gpu in found.gpus if gpu.index == 0)
+            assert times[-1] - times[0] < 30
+        source.close()
+
+    nvml = next(gpu for gpu in found.gpus if gpu.index == 1)
+    assert (nvml.reported_by, nvml.memory and nvml.memory.used_bytes) == ("nvml", 6 * GIB)
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 2.0
+
+
 @pytest.mark.usefixtures("no_nvml")
 def test_maintenance_lets_go_of_the_stand_in_too(host: Host) -> None:
     """Paused, neither is read and the failure is "paused"; resumed, the stand-in serves again."""

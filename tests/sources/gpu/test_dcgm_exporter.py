@@ -320,14 +320,16 @@ def test_case_G6_xid_gauge_is_not_read(exporter: Exporter) -> None:
 def test_case_G14_unknown_and_repeated_series_are_tolerated(exporter: Exporter) -> None:
     """Counters of one's own, switches, odd MIG lines and exact repetitions do no harm."""
     body = page("4.4", [Board(0)])
+    plain = exporter.read(body).gpus
+    repeated = [line for line in body.splitlines(keepends=True) if not line.startswith(b"#")]
     body += b'DCGM_FI_DEV_MY_OWN{gpu="0",UUID="GPU-x"} 1\nDCGM_FI_DEV_FB_USED{nvswitch="0"} 5\n'
-    body += body.splitlines()[2] + b"\n"
+    body += b"".join(repeated) + b"".join(repeated).replace(b'Hostname="', b'Hostname="another-')
     body += b'DCGM_FI_PROF_GR_ENGINE_ACTIVE{gpu="0",UUID="%s",GPU_I_ID="",GPU_I_PROFILE=""} 0.372914\n' % (
         uuid_of(0).encode()
     )
 
-    (gpu,) = exporter.read(body).gpus
-    assert gpu.memory is not None
+    assert plain[0].memory is not None
+    assert exporter.read(body).gpus == plain
 
 
 def test_gpu_that_vanishes_from_the_page_is_missing(exporter: Exporter) -> None:

@@ -308,6 +308,25 @@ def test_unsupported_call_is_asked_once(rig: Rig) -> None:
     assert "nvmlDeviceGetPowerUsage" in host.gpus[0].capabilities_missing
 
 
+def test_what_was_read_before_a_hang_is_not_shown_after_it(rig: Rig) -> None:
+    """One pass reads GPU 0 and then hangs at GPU 1: when it goes on, what it has of GPU 0 is old news."""
+    rig.scenario.gpus = 2
+    rig.scenario.memory(0, 5 * GIB)
+    source = rig.start()
+    until(source, read)
+    rig.scenario.hang(1, V2).write()
+    until_error(source, FailureKind.STUCK)
+    time.sleep(1.0)
+    rig.scenario.healed().memory(0, 7 * GIB).write()
+
+    shown = by_index(until(source, lambda host: bool(host.gpus)), 0).memory
+    later = by_index(after(source, 5), 0).memory
+
+    assert shown is None or shown.used_bytes == 7 * GIB
+    assert later is not None
+    assert later.used_bytes == 7 * GIB
+
+
 def test_known_gpus_can_be_named_while_nvml_is_away(rig: Rig) -> None:
     """`known` gives identities in state unknown, never values."""
     source = rig.start()

@@ -58,6 +58,21 @@ The rule `kv_usage` can turn red only where the basis is *occupancy* and evictab
 Figures may be *fresh within* that many seconds only: still counters are no stall until then.
 """
 
+START = """\
+## How to start the server, and what can limit it
+
+| engine | start it | what is unknown otherwise | lever for `control.targets[].via` |
+| --- | --- | --- | --- |
+| vLLM | without `--disable-log-stats` | everything | `lease`, with the [agent](agent.md) in it |
+| SGLang | with `--enable-metrics` | latencies, retractions (before 0.5.10: everything) | `sglang`, no agent |
+| llama.cpp | with `--metrics`, not `--no-slots` | counters, queue; KV usage | a [proxy](recipes/haproxy.md) |
+| TensorRT-LLM | with `return_perf_metrics`, `enable_iter_perf_stats` | everything; KV usage | a proxy |
+| transformers serve | with the agent in it | everything but up or down | `lease`, with the agent in it |
+
+Others need no switch that is known here; what can limit them is a proxy in front of them, or a program of
+yours ([hooks.md](hooks.md)). How to configure a limit: [policies.md](policies.md).
+"""
+
 RUN = """\
 ## What was really run
 
@@ -73,11 +88,17 @@ server's own answer of the same instant.
 | SGLang 0.5.23 | idle, load, retraction, warm cache; without `--enable-metrics` | the same |
 | SGLang 0.5.23 | its batch limited by kvwatch, read back and given back | the same |
 | transformers serve 5.24.0 | idle, load, killed | the same |
+| Dynamo 1.6.1, front end and mocker | idle, load, saturation, unknown model, both killed | the same |
+| Dynamo 1.6.1, front end | no worker yet; `DYN_METRICS_PREFIX` | the same |
+| Dynamo 1.6.1, a worker with vLLM 0.32.0 | idle, preemption, killed | the same |
+
+Dynamo 1.6.1 asks for vLLM 0.31; two functions that it imports and a text model does not call were stood in
+for. Its discovery was files; etcd, NATS, SGLang and TensorRT-LLM behind it, and its KV router were not run.
 
 Not run, because they need an NVIDIA GPU by their own documentation: TensorRT-LLM and Triton with it, NIM,
 LightLLM, LMDeploy's TurboMind, LMCache between GPU and host. Not run, because PyPI and Debian do not have the
-server: TGI, Ollama, current MLC-LLM. Not tried: Dynamo, and Triton with the vLLM backend. On a CPU one cannot
-see: GPU memory of a server, tensor parallelism, CUDA graphs, KV offload tiers, and how fast anything is.
+server: TGI, Ollama, current MLC-LLM. Not tried: Triton with the vLLM backend. On a CPU one cannot see: GPU
+memory of a server, tensor parallelism, CUDA graphs, KV offload tiers, and how fast anything is.
 """
 
 
@@ -115,7 +136,7 @@ COLUMNS: dict[str, Callable[[Sequence[Reading]], str]] = {
 
 def document() -> str:
     """The whole of docs/engines.md."""
-    return "\n".join((INTRO, *_figures(), "", *_meanings(), "", *_paths(), "", RUN))
+    return "\n".join((INTRO, START, *_figures(), "", *_meanings(), "", *_paths(), "", RUN))
 
 
 def _states() -> dict[tuple[str, str], list[ServerState]]:

@@ -269,35 +269,8 @@ def dynamo() -> Iterator[tuple[str, bytes]]:
         gauge("dynamo_component_total_blocks", 32, **own, dp_rank=0),
         gauge("dynamo_component_gpu_cache_usage_percent", 0.5, **own, dp_rank=0),
     )
-    yield "1.6.1-worker/vllm.metrics.prom", page(from_vllm("half"), *worker, *pool)
     yield "1.6.1-worker/alone.metrics.prom", page(*worker, *pool)
     yield "1.6.1-worker/prefill.metrics.prom", page(*worker)
-    model = {"model": "m"}
-    yield (
-        "1.6.1-frontend/busy.metrics.prom",
-        page(
-            counter("dynamo_frontend_requests_total", 80, **model, endpoint="completions", status="success"),
-            [
-                sample(
-                    "dynamo_frontend_requests_total",
-                    20,
-                    **model,
-                    endpoint="chat_completions",
-                    status="success",
-                )
-            ],
-            gauge("dynamo_frontend_inflight_requests", 10, **model),
-            gauge("dynamo_frontend_queued_requests", 7, **model),
-            counter("dynamo_frontend_output_tokens_total", 45000, **model),
-            gauge("dynamo_frontend_model_max_num_seqs", 3, **model),
-            gauge("dynamo_frontend_model_total_kv_blocks", 4096, **model),
-            gauge("dynamo_frontend_worker_active_decode_blocks", 900, **model, worker_id="77", dp_rank=0),
-            histogram("dynamo_frontend_time_to_first_token_seconds", TTFT, [0.04, 0.7], **model),
-            histogram("dynamo_frontend_inter_token_latency_seconds", TPOT, [0.02, 0.02], **model),
-            histogram("dynamo_frontend_input_sequence_tokens", TOKENS, [400, 1500], **model),
-            histogram("dynamo_frontend_output_sequence_tokens", TOKENS, [100, 200], **model),
-        ),
-    )
 
 
 def nim() -> Iterator[tuple[str, bytes]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvwatch.model.server import Evictable, KvCacheState
+from kvwatch.model.server import Evictable, KvCacheState, SchedulerState
 from kvwatch.sources.base import SourceError
 from tests.sources.servers import recorded
 from tests.sources.servers.made import gauge, page, sample
@@ -13,11 +13,31 @@ from tests.sources.servers.reading import only, parse, read, refusal
 
 def test_worker_is_read_as_its_engine() -> None:
     """vLLM's own series count, with vLLM's semantics, and Dynamo's gauges do not replace them."""
-    state = read("dynamo", "1.6.1-worker", "vllm")
+    state = read("dynamo", "1.6.1-vllm", "preempting")
 
     assert state.kind == "dynamo"
-    assert only(state).kv.usage_ratio == 0.46875
+    assert only(state).kv.usage_ratio == 29 / 32
+    assert (only(state).kv.num_blocks, only(state).scheduler.preemptions_total) == (32, 69)
     assert state.semantics.evictable is Evictable.FREE
+
+
+def test_null_block_of_vllm_is_not_counted() -> None:
+    """Where vLLM does not tell its blocks, Dynamo's figure is taken without the block that is never used."""
+    body = recorded.page("dynamo", "1.6.1-vllm", "preempting")
+    without = b"\n".join(line for line in body.splitlines() if b"cache_config_info" not in line) + b"\n"
+
+    assert b"dynamo_component_total_blocks" in without
+    assert only(parse("dynamo", metrics=without)).kv.num_blocks == 32
+
+
+def test_mocker_shows_its_engine_from_the_first_request_on() -> None:
+    """The mocker's page is vLLM's in small; before the first request the state says what is missing."""
+    busy = only(read("dynamo", "1.6.1-mocker", "queue"))
+    cold = read("dynamo", "1.6.1-mocker", "cold")
+
+    assert (busy.kv.usage_ratio, busy.scheduler.running, busy.scheduler.waiting) == (0.875, 4, 20)
+    assert (only(cold).kv, only(cold).scheduler) == (KvCacheState(), SchedulerState())
+    assert any("first request" in note for note in cold.notes)
 
 
 def test_other_engines_are_passed_through_too() -> None:
@@ -47,12 +67,62 @@ def test_percent_in_the_name_is_a_ratio() -> None:
 
 def test_front_end_has_queue_and_latency_but_no_usage() -> None:
     """Queued requests are part of those in flight; the router's guess of blocks is no usage."""
-    engine = only(read("dynamo", "1.6.1-frontend", "busy"))
+    engine = only(read("dynamo", "1.6.1-frontend", "queue"))
 
-    assert (engine.scheduler.running, engine.scheduler.waiting, engine.scheduler.max_running) == (3, 7, 3)
-    assert engine.scheduler.finished_total == 100
+    assert (engine.scheduler.running, engine.scheduler.waiting, engine.scheduler.max_running) == (8, 16, 8)
+    assert engine.scheduler.finished_total == 6
     assert engine.kv == KvCacheState()
     assert engine.ttft is not None
+
+
+def test_finished_requests_are_added_up() -> None:
+    """Endpoints, outcomes and kinds of request are series of one counter."""
+    name = "dynamo_frontend_requests_total"
+    done = [
+        sample(name, count, endpoint=endpoint, model="m", status=status)
+        for endpoint, status, count in (
+            ("chat", "success", 80),
+            ("chat", "error", 5),
+            ("completions", "", 20),
+        )
+    ]
+    text = page(gauge("dynamo_frontend_model_ready", 1, model="m"), [f"# TYPE {name} counter", *done])
+
+    assert only(parse("dynamo", metrics=text)).scheduler.finished_total == 105
+
+
+def test_front_end_before_its_first_request_is_idle() -> None:
+    """Its series of requests come with the first one: until then a model that is served has none."""
+    scheduler = only(read("dynamo", "1.6.1-frontend", "cold")).scheduler
+
+    assert (scheduler.running, scheduler.waiting, scheduler.finished_total) == (0, 0, 0)
+    assert scheduler.max_running == 8
+
+
+def test_missing_gauges_of_a_front_end_in_use_are_unknown() -> None:
+    """Once requests were counted, a missing gauge is a gauge that was renamed, and no 0."""
+    body = recorded.page("dynamo", "1.6.1-frontend", "queue")
+    for name in (b"inflight_requests", b"active_requests", b"queued_requests"):
+        body = body.replace(b"dynamo_frontend_" + name, b"dynamo_frontend_new_" + name)
+    scheduler = only(parse("dynamo", metrics=body)).scheduler
+
+    assert (scheduler.running, scheduler.waiting, scheduler.finished_total) == (None, None, 6)
+
+
+def test_front_end_without_a_model_is_no_error() -> None:
+    """It is up, nothing is known of requests, and it says so."""
+    state = read("dynamo", "1.6.1-frontend", "without_model")
+
+    assert only(state).scheduler == SchedulerState()
+    assert any("no model" in note for note in state.notes)
+
+
+def test_request_for_an_unknown_model_adds_none() -> None:
+    """Dynamo counts it under a model "unknown_model": the one that is served stays engine 0."""
+    state = read("dynamo", "1.6.1-frontend", "prefix")
+
+    assert [engine.engine for engine in state.engines] == ["0"]
+    assert state.model == "tinyv"
 
 
 def test_models_of_a_front_end_are_kept_apart() -> None:
@@ -66,10 +136,11 @@ def test_models_of_a_front_end_are_kept_apart() -> None:
 
 
 def test_replaced_prefix_is_found() -> None:
-    """DYN_METRICS_PREFIX replaces "dynamo" in every name."""
-    text = page(gauge("acme_component_total_blocks", 7, dp_rank=0))
+    """DYN_METRICS_PREFIX replaces "dynamo_frontend" in the names that count."""
+    state = read("dynamo", "1.6.1-frontend", "prefix")
 
-    assert only(parse("dynamo", metrics=text)).kv.num_blocks == 7
+    assert only(state).scheduler.max_running == 16
+    assert (only(state).scheduler.running, only(state).scheduler.waiting) == (0, 0)
 
 
 def test_several_workers_on_one_page_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,9 +12,10 @@ from kvwatch.model.server import Basis, Evictable, KvCacheState, SchedulerState,
 from kvwatch.signals import liveness
 from kvwatch.sources.base import SourceError
 from kvwatch.sources.servers import registry
+from tests.signals.build import Run
 from tests.sources.loopback import pages
 from tests.sources.servers import coverage, recorded
-from tests.sources.servers.reading import only, parse, poll
+from tests.sources.servers.reading import only, parse, poll, read
 
 PLAIN = tuple(
     case
@@ -73,6 +75,28 @@ def test_case_H12_gauge_that_lags_at_rest_is_believed_late() -> None:
 
     assert liveness.limit_s(1.0, semantics.fresh_within_s) == 30.0
     assert liveness.limit_s(1.0, registry.adapter("vllm").semantics.fresh_within_s) == 5.0
+
+
+def stalls(seconds: int, *, moving: bool) -> list[bool | None]:
+    """What is said of a recorded SGLang page whose gauges stay as they are, second by second."""
+    engine = read("sglang", "0.5.23", "half").engines[0]
+    assert (engine.scheduler.running or 0) > 0
+    run, said = Run(), []
+    for second in range(seconds):
+        tokens = (engine.scheduler.generation_tokens_total or 0) + (second if moving else 0)
+        now = replace(engine, scheduler=replace(engine.scheduler, generation_tokens_total=tokens))
+        shown = run.page(1000.0 + second, now, semantics=registry.adapter("sglang").semantics)
+        said.append(shown.stalled)
+    return said
+
+
+def test_case_H12_stuck_gauges_are_confirmed_by_counters() -> None:
+    """Requests that only a gauge calls running are no stall for 30 s; counters that move end the doubt."""
+    still, moving = stalls(60, moving=False), stalls(60, moving=True)
+
+    assert not any(still[:30])
+    assert all(still[31:])
+    assert not any(moving)
 
 
 def test_case_H15_old_server_without_usage() -> None:
