@@ -40,7 +40,7 @@ SETTLED_S = 5.0  # after a reload: the sources of before may be shown for a mome
 CALM_S = 8.0
 # The daemon of the first calm against that of the last: other threads may be about (lanes of actions live a
 # minute), and the page has grown by what was seen meanwhile (Xids, outcomes, ranks that a liar has named).
-GROWN = {"PSS": 12 * MIB, "threads": 6, "descriptors": 12}
+GROWN = {"private": 12 * MIB, "threads": 6, "descriptors": 12}
 
 
 class Chaos:
@@ -336,7 +336,7 @@ class Chaos:
             return False
         first, last = self.calms[0], self.calms[-1]
         grown = {
-            "PSS": last.pss - first.pss,
+            "private": last.private - first.private,
             "threads": last.threads - first.threads,
             "descriptors": last.descriptors - first.descriptors,
         }

@@ -27,7 +27,7 @@ WARM_UP_SHARE = 0.1  # not counted: caches and the first round of every story
 SLOW_S = 0.25  # beside what kvwatch waited for a processor
 # Growth of the medians that is no leak: 2,000 audit events are kept in memory (about 1 KiB each) and fill
 # up over hours, and the demo's own server makes a thread and a descriptor for each connection.
-PSS_BYTES = 4 * MIB
+PRIVATE_BYTES = 4 * MIB
 THREADS = 1
 DESCRIPTORS = 2
 
@@ -134,7 +134,7 @@ class Soak:
         quarter = max(1, len(warm) // 4)
         first, last = middle(warm[:quarter]), middle(warm[-quarter:])
         good = [
-            _flat("PSS, MiB", first.pss / MIB, last.pss / MIB, PSS_BYTES / MIB),
+            _flat("private, MiB", first.private / MIB, last.private / MIB, PRIVATE_BYTES / MIB),
             _flat("threads", first.threads, last.threads, THREADS),
             _flat("descriptors", first.descriptors, last.descriptors, DESCRIPTORS),
         ]
