@@ -101,8 +101,8 @@ class Usage:
 
     def __str__(self) -> str:
         return (
-            f"private {self.private / MIB:.1f} MiB, PSS {self.pss / MIB:.1f} MiB, RSS {self.rss / MIB:.1f} MiB, {self.threads} threads,"
-            f" {self.descriptors} descriptors"
+            f"private {self.private / MIB:.1f} MiB, PSS {self.pss / MIB:.1f} MiB,"
+            f" RSS {self.rss / MIB:.1f} MiB, {self.threads} threads, {self.descriptors} descriptors"
         )
 
 
