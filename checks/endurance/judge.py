@@ -29,6 +29,7 @@ from checks.endurance.world import (
     World,
 )
 from kvwatch.signals.freshness import GPU_MAX_AGE_S, LEAST_S
+from kvwatch.sources.gpu.nvml_lanes import SLOWEST_MEMORY_S
 from kvwatch.wire import Lease, LeaseReader, clock_s
 from tests.fakes.nvml import uuid_of
 
@@ -176,7 +177,8 @@ class Judge:
                 yield f"{name} is up, and has given no page for {asked_s - server.last_page_s():.1f} s"
 
     def _gpus(self, page: Page, asked_s: float) -> Iterator[str]:
-        since_s = asked_s - GPU_MAX_AGE_S - LATE_S - self._lag.over(8.0)
+        # While its calls are slow a GPU is read once a second: so old was what the last message before a hang had.
+        since_s = asked_s - GPU_MAX_AGE_S - SLOWEST_MEMORY_S - LATE_S - self._lag.over(8.0)
         for index in range(GPUS):
             for _, value in page.all("kvwatch_gpu_memory_used_bytes", uuid=uuid_of(index)):
                 if int(value) not in self._world.hardware.true_used(index, since_s):
