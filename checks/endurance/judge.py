@@ -177,7 +177,7 @@ class Judge:
                 yield f"{name} is up, and has given no page for {asked_s - server.last_page_s():.1f} s"
 
     def _gpus(self, page: Page, asked_s: float) -> Iterator[str]:
-        # While its calls are slow a GPU is read once a second: so old was what the last message before a hang had.
+        # While its calls are slow a GPU is read once a second: its last reading is so old.
         since_s = asked_s - GPU_MAX_AGE_S - SLOWEST_MEMORY_S - LATE_S - self._lag.over(8.0)
         for index in range(GPUS):
             for _, value in page.all("kvwatch_gpu_memory_used_bytes", uuid=uuid_of(index)):
