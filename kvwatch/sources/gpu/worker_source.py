@@ -279,7 +279,9 @@ class WorkerSource(abc.ABC):
         elif "hello" in message:
             self._greet(message["hello"])
         else:
-            self._view.apply(self._clock(), message)
+            now_s = self._clock()
+            # Lines wait in the pipe while this process is stopped: they are as old as they say.
+            self._view.apply(min(now_s, message.get("s", now_s)), message)
             self._note(message)
             return "s" in message
         return False

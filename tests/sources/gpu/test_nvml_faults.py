@@ -327,6 +327,27 @@ def test_what_was_read_before_a_hang_is_not_shown_after_it(rig: Rig) -> None:
     assert later.used_bytes == 7 * GIB
 
 
+def test_lines_that_waited_in_the_pipe_are_as_old_as_they_say(rig: Rig) -> None:
+    """The daemon was stopped, and a call hangs since: what it reads then is from before the hang."""
+    source = rig.start()
+    until(source, read)
+    time.sleep(2.5)  # two heartbeats that nobody reads
+    rig.scenario.hang().write()
+    time.sleep(3.0)
+    shown: list[int | None] = []
+
+    def read_on() -> None:
+        while True:
+            shown.extend(gpu.memory and gpu.memory.total_bytes for gpu in source.poll().gpus)
+
+    with pytest.raises(SourceError) as told:
+        read_on()
+
+    assert told.value.failure.kind is FailureKind.STUCK
+    assert shown
+    assert set(shown) == {None}
+
+
 def test_known_gpus_can_be_named_while_nvml_is_away(rig: Rig) -> None:
     """`known` gives identities in state unknown, never values."""
     source = rig.start()
