@@ -17,6 +17,7 @@ Policy = Callable[[TargetState, View, float], Decision]
 POLICIES: Mapping[str, Policy] = {"fixed": fixed.decide, "threshold": threshold.decide}
 # Policies that can cost throughput: without the operator's consent they advise but never act.
 COSTLY = ("threshold", "aimd")
+BY_USAGE = ("threshold",)
 
 
 def advance(
@@ -79,6 +80,8 @@ def _refusal(state: TargetState, view: View, mode: Mode) -> str:
         return f"refused: policy {settings.policy} needs accept_goodput_loss: true to act"
     if settings.policy not in POLICIES:
         return f"refused: policy {settings.policy} is not built yet"
+    if settings.policy in BY_USAGE and view.misleading:
+        return f"refused: policy {settings.policy} goes by the usage, and {view.misleading}"
     if mode is Mode.ACT and settings.ceiling is None and view.fresh and view.ceiling is None:
         return "refused: ceiling auto, but the server does not tell its own limit; set a number"
     return ""

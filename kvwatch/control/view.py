@@ -11,6 +11,8 @@ from kvwatch.control.target import Rung
 from kvwatch.model.action import Limit
 from kvwatch.model.level import Level, Reason, RuleId, Verdict
 from kvwatch.model.report import Snapshot, TickClock
+from kvwatch.model.sample import Sample
+from kvwatch.model.server import Basis, Evictable, ServerState
 from kvwatch.model.settings import Settings, TargetSettings
 from kvwatch.model.signal import EngineSignals, ServerSignals, Signals
 
@@ -42,12 +44,14 @@ class View:
     `fresh` is false when any input is unknown, stale or single-sample: then nothing may be
     decided. `ceiling` is the highest limit allowed (None: the server does not tell its own).
     `known_rules` are the stopping rules whose level is current, `device` their verdicts and `fragmented`
-    those on the allocator; `inside` is what agents tell; `restarts` counts the server's.
+    those on the allocator; `inside` is what agents tell; `restarts` counts the server's. `misleading` says
+    why the usage does not tell that the pool is short ("": it does).
     """
 
     server: str
     fresh: bool
     why_not_fresh: str = ""
+    misleading: str = ""
     engine: EngineSignals | None = None  # the engine with the highest usage: limits are per engine
     ceiling: int | None = None
     stopping: Verdict | None = None
@@ -108,6 +112,7 @@ def look(
         server=target.server,
         fresh=problem == "",
         why_not_fresh=problem,
+        misleading=_misleading(sample),
         engine=max(known, key=lambda engine: engine.kv_usage_ratio or 0.0, default=None),
         ceiling=min(
             (bound for bound in (target.ceiling, own_limit(target.server, snapshot)) if bound is not None),
@@ -121,6 +126,18 @@ def look(
         restarts=sum(engine.restarts_total for engine in engines) if engines else None,
         age_s=age_s,
     )
+
+
+def _misleading(sample: Sample[ServerState] | None) -> str:
+    """As the rule kv_usage judges it: a warm cache or a reservation at 1.0 is no shortage."""
+    if sample is None or sample.value is None:
+        return ""
+    meaning = sample.value.semantics
+    if meaning.basis is not Basis.OCCUPANCY:
+        return f"the usage of this server is not block occupancy but {meaning.basis.value}"
+    if meaning.evictable is not Evictable.FREE:
+        return "the usage of this server may count cached blocks that can be evicted"
+    return ""
 
 
 def _has_lease(target: TargetSettings) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvwatch.model.action import EventKind, Limit
+from kvwatch.model.server import Basis, Evictable, Semantics
 from kvwatch.model.settings import Mode
 from tests.control.world import THRESHOLD, Agent, Page, full, target, world
 
@@ -175,6 +176,26 @@ def test_threshold_refuses_to_act_without_consent_and_says_so() -> None:
 
     assert w.requests == []
     assert any("accept_goodput_loss" in message for message in w.events)
+
+
+@pytest.mark.parametrize(
+    "meaning",
+    [
+        Semantics(evictable=Evictable.USED), Semantics(evictable=Evictable.UNKNOWN),
+        Semantics(evictable=Evictable.FREE, basis=Basis.RESERVATION),
+        Semantics(evictable=Evictable.USED, basis=Basis.SLOTS),
+    ],
+    ids=["LMDeploy", "vLLM V0", "TGI", "llama.cpp"],
+)  # fmt: skip
+@pytest.mark.parametrize("mode", [Mode.ADVISE, Mode.ACT])
+def test_threshold_refuses_a_usage_that_is_no_shortage(meaning: Semantics, mode: Mode) -> None:
+    """A warm cache or a reservation reads as full with requests waiting; a limit would only cost."""
+    w = world(page=full(), mode=mode)
+    w.page.semantics = meaning
+    w.run(60)
+
+    assert w.requests == []
+    assert any("goes by the usage" in message for message in w.events)
 
 
 def test_a_ceiling_that_nobody_tells_is_refused_in_act() -> None:

@@ -15,6 +15,7 @@ from kvwatch.model.server import (
     AgentState,
     AllocatorState,
     EngineState,
+    Evictable,
     KvCacheState,
     SchedulerState,
     Semantics,
@@ -116,6 +117,7 @@ class Page:
     samples: int = 10
     restarts: int = 0
     own_limit: int | None = None
+    semantics: Semantics = Semantics(evictable=Evictable.FREE)
 
 
 @dataclass
@@ -237,7 +239,7 @@ class World:
                 kv=KvCacheState(usage_ratio=self.page.usage),
                 scheduler=SchedulerState(max_running=self.page.own_limit),
             )
-            value = ServerState(kind="vllm", semantics=Semantics(), engines=(own,))
+            value = ServerState(kind="vllm", semantics=self.page.semantics, engines=(own,))
             samples = {
                 "chat": Sample(
                     source="server/chat", observed_s=self.polled_s, wall_s=self.wall_s, value=value
