@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from kvwatch.exporters.events import event_json
+from kvwatch.exporters.events import events_page
 from kvwatch.exporters.prometheus import OPENMETRICS_CONTENT_TYPE, TEXT_CONTENT_TYPE, Page
 from kvwatch.exporters.provider import Provider
 from kvwatch.exporters.state import dumps, state
@@ -129,7 +129,7 @@ class Routes:
 
     def _events(self, request: Request) -> Response:
         since = _since(request.query)
-        body = dumps({"schema": 1, "events": [event_json(e) for e in self._provider.events(since)]})
+        body = events_page(self._provider.events(since))
         gzip = len(body) >= GZIP_MIN_BYTES and accepts_gzip(request.header("accept-encoding"))
         return Response(
             body=gzip_compress(body) if gzip else body, content_type=JSON, headers=(NO_STORE, VARY), gzip=gzip
