@@ -56,7 +56,7 @@ class Worker(Server):
     """One worker; its pages are on its system port, requests reach it through the front end only."""
 
     ready = METRICS  # its /health says "notready" for ever where the engine has no health check
-    computing = (b"EngineCore",)
+    computing = (b"EngineCore", b"VLLM::Worker")
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         port = low_port()
