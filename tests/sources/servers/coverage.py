@@ -90,7 +90,7 @@ server's own answer of the same instant.
 | transformers serve 5.24.0 | idle, load, killed | the same |
 | Dynamo 1.6.1, front end and mocker | idle, load, saturation, unknown model, both killed | the same |
 | Dynamo 1.6.1, front end | no worker yet; `DYN_METRICS_PREFIX` | the same |
-| Dynamo 1.6.1, a worker with vLLM 0.32.0 | idle, preemption, killed | the same |
+| Dynamo 1.6.1, a worker with vLLM 0.32.0 | idle, preemption, killed | the same, with four processors |
 
 Dynamo 1.6.1 asks for vLLM 0.31; two functions that it imports and a text model does not call were stood in
 for. Its discovery was files; etcd, NATS, SGLang and TensorRT-LLM behind it, and its KV router were not run.
