@@ -157,7 +157,7 @@ def test_other_prefix(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(
     (os.cpu_count() or 1) < 4,
-    reason="a front end, a worker and its vLLM beside the load want four processors: on two it fails at times",
+    reason="a front end, a worker and its vLLM want four processors: on two it fails at times",
 )
 def test_vllm_behind_dynamo(tmp_path: Path) -> None:
     """A worker's page is its vLLM's: usage, queue and preemptions are the engine's own under preemption."""
