@@ -120,7 +120,7 @@ class Hardware:
     """Three GPUs whose memory moves, with the faults in force; and every state they were in."""
 
     def __init__(self, folder: Path, pids: list[int]) -> None:
-        self.library = build(folder / "nvml")
+        self.nvml = build(folder / "nvml")
         self.path = folder / "scenario"
         self.starts_path = folder / "nvml-starts"
         self.faults: dict[str, Callable[[Scenario], object]] = {}
@@ -132,7 +132,7 @@ class Hardware:
 
     def environment(self) -> dict[str, str]:
         """Under which kvwatch finds these GPUs."""
-        return environment(self.library, self.path) | {"KVWATCH_FAKE_NVML_STARTS": str(self.starts_path)}
+        return environment(self.nvml, self.path) | {"KVWATCH_FAKE_NVML_STARTS": str(self.starts_path)}
 
     def write(self) -> None:
         """Put the present state into force."""

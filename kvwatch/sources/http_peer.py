@@ -140,7 +140,7 @@ def open_connection(address: Address, timeout_s: float) -> socket.socket:
         connection.settimeout(timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.connect(where)
-    except BaseException:
+    except OSError:
         connection.close()
         raise
     return connection

@@ -249,7 +249,7 @@ def load(folder: str) -> tuple[Any, Any]:
     try:
         import dcgm_agent
         import dcgm_structs
-    except BaseException as error:
+    except (Exception, SystemExit) as error:
         why = f"the DCGM bindings in {folder} cannot be imported: {error!r}"
         raise EngineGoneError(fields.LIBRARY_NOT_FOUND, why) from error
     finally:

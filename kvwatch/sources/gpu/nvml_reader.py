@@ -102,7 +102,7 @@ class Reader:
 
     # -- guarded calls -------------------------------------------------------------------------
 
-    def library(self, name: str, *args: Any) -> Any:
+    def host_call(self, name: str, *args: Any) -> Any:
         """A call that is about no single device; None where there is nothing or no such call."""
         try:
             return getattr(self.nvml, name)(*args)
@@ -170,8 +170,8 @@ class Reader:
 
     def enumerate(self) -> None:
         """Build the list of devices anew; those that cannot be opened stay in it with their state."""
-        self.driver_version = self.library("nvmlSystemGetDriverVersion") or ""
-        self._count = self.library("nvmlDeviceGetCount") or 0
+        self.driver_version = self.host_call("nvmlSystemGetDriverVersion") or ""
+        self._count = self.host_call("nvmlDeviceGetCount") or 0
         self.devices = []
         for index in range(self._count):
             device = Device(index)
@@ -183,7 +183,7 @@ class Reader:
 
     def renew(self) -> None:
         """Once a second: notice added, removed and returned devices, and MIG changes."""
-        count = self.library("nvmlDeviceGetCount")
+        count = self.host_call("nvmlDeviceGetCount")
         if count is not None and count != self._count:
             self.enumerate()
             return
@@ -418,9 +418,9 @@ class Reader:
         """Subscribe to Xid events of every device that offers them; those from before that are lost."""
         if self._event_set is not None:
             self._kept_xids += self._waiting_xids()  # they would go with the set
-            self.library("nvmlEventSetFree", self._event_set)
+            self.host_call("nvmlEventSetFree", self._event_set)
         self._subscribed = {}
-        self._event_set = self.library("nvmlEventSetCreate")
+        self._event_set = self.host_call("nvmlEventSetCreate")
         if self._event_set is None:
             return
         for device in self.devices:
@@ -444,7 +444,7 @@ class Reader:
         if self._event_set is None:
             return found
         for _ in range(MAX_EVENTS):
-            event = self.library("nvmlEventSetWait_v2", self._event_set, 0)
+            event = self.host_call("nvmlEventSetWait_v2", self._event_set, 0)
             if event is None:
                 break
             uuid = self._subscribed.get(_address(event.device))
